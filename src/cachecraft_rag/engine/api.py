@@ -1,0 +1,143 @@
+"""What an engine offers to the adapters: one protocol, its results, and the sampling options."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, runtime_checkable
+
+from cachecraft_rag.chunks import Chunk
+from cachecraft_rag.errors import InvalidRequestError
+from cachecraft_rag.events import ReuseReport
+
+Message = Mapping[str, Any]
+"""A chat message: `{"role": str, "content": str | list of {"type": "text", "text": str}}`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen. Greedy by default: retrieval wants the same answer twice.
+
+    Attributes:
+        max_tokens: most tokens to generate.
+        stop: texts that end the answer; they are not part of it.
+        logprobs: also return the log-probabilities of this many tokens at each step.
+        seed: makes `temperature > 0` repeatable.
+
+    Raises:
+        InvalidRequestError: a value breaks its rule.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise InvalidRequestError(f"max_tokens is {self.max_tokens!r}: it must be at least 1")
+        if self.temperature < 0:
+            raise InvalidRequestError(f"temperature is {self.temperature!r}: it must not be negative")
+        if not 0 < self.top_p <= 1:
+            raise InvalidRequestError(f"top_p is {self.top_p!r}: it must lie in (0, 1]")
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens!r}, more than max_tokens={self.max_tokens!r}"
+            )
+
+    @classmethod
+    def from_kwargs(cls, options: Mapping[str, Any]) -> SamplingOptions:
+        """Build from keyword arguments; `stop` may be one string or a sequence of them.
+
+        Raises:
+            InvalidRequestError: an unknown name, or a value that breaks its rule.
+        """
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise InvalidRequestError(
+                f"unknown sampling option {', '.join(map(repr, unknown))}: "
+                f"known are {', '.join(sorted(known))}"
+            )
+        values = dict(options)
+        stop = values.get("stop") or ()
+        values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer and what reuse did for it.
+
+    Attributes:
+        logprobs: one mapping token id → log-probability per generated token, if asked for.
+        finish_reason: "stop", "length" or "abort".
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    report: ReuseReport
+    prompt_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Mapping[int, float], ...] | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """A piece of a streamed answer; the last one carries the whole `Completion`."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    completion: Completion | None = None
+
+
+@runtime_checkable
+class ChatEngine(Protocol):
+    """The part of `CacheCraftEngine` that adapters use; `testing.FakeEngine` has it too.
+
+    Keyword arguments of all calls: `chunks`, `reuse` ("auto", "off", "exact" or a strategy name),
+    `recompute_ratio`, `tenant`, `store`, and the fields of `SamplingOptions`.
+    """
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+
+    def chat(
+        self, messages: Sequence[Message], *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> Completion: ...
+    async def achat(
+        self, messages: Sequence[Message], *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> Completion: ...
+    def stream_chat(
+        self, messages: Sequence[Message], *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> Iterator[CompletionDelta]: ...
+    def astream_chat(
+        self, messages: Sequence[Message], *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> AsyncIterator[CompletionDelta]: ...
+
+    def complete(self, prompt: str, *, chunks: Sequence[Chunk] = (), **options: Any) -> Completion: ...
+    async def acomplete(self, prompt: str, *, chunks: Sequence[Chunk] = (), **options: Any) -> Completion: ...
+    def stream_complete(
+        self, prompt: str, *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> Iterator[CompletionDelta]: ...
+    def astream_complete(
+        self, prompt: str, *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> AsyncIterator[CompletionDelta]: ...
+
+    def prefetch(self, chunks: Sequence[Chunk], *, tenant: str | None = None) -> None: ...
+    def close(self) -> None: ...

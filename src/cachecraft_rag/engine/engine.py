@@ -1,0 +1,240 @@
+"""`CacheCraftEngine`: vLLM with chunk-level KV reuse, inside the user's program."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+from cachecraft_rag.chunks import Chunk, chunk_key
+from cachecraft_rag.engine.api import Completion, CompletionDelta, Message
+from cachecraft_rag.engine.lifecycle import EngineLifecycle
+from cachecraft_rag.engine.options import (
+    CallOptions,
+    check_chunks,
+    check_messages,
+    check_prompt,
+    check_tenant,
+)
+from cachecraft_rag.engine.router import FullCompute
+from cachecraft_rag.engine.running import Call, RunningEngine
+from cachecraft_rag.engine.self_test import SelfTestResult, load_result, run_self_test, save_result
+from cachecraft_rag.engine.warm import run_calls, warm_calls
+from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.events import Reason
+
+logger = logging.getLogger(__name__)
+
+
+class CacheCraftEngine(EngineLifecycle):
+    """vLLM embedded in this program, reusing the KV of retrieved chunks wherever they stand.
+
+    Making one is cheap and checks its arguments; vLLM starts with `start()` or the first call. All
+    methods may be called from any thread. Options of the calls: see `CallOptions` (`reuse`,
+    `recompute_ratio`, `tenant`, `store`, `precision_critical`, `read_prefix_cache`) and
+    `SamplingOptions` (`max_tokens`, `temperature`, ...). `max_tokens` is clipped to what the
+    prompt leaves of `max_model_len`.
+
+    Args:
+        model: a model folder or name, or `cachecraft_rag.default_model()`.
+        config: settings of reuse.
+        tokenizer: folder or name of another tokenizer than the model's own.
+        in_process: run vLLM in this process, for tests and debuggers: slower, one engine a process.
+        vllm_engine_args: fields of `vllm.AsyncEngineArgs`, e.g. `max_model_len`. Where they are not
+            given, on CPU: `enforce_eager=True`, `block_size=32`, `kv_cache_memory_bytes` of 2 GiB.
+
+    Raises:
+        ConfigurationError: an argument breaks its rule. The names of `vllm_engine_args` are checked
+            at start, for that needs vLLM.
+
+    Example:
+        with CacheCraftEngine(default_model()) as engine:
+            out = engine.chat([{"role": "user", "content": f"{passage}\\n\\nWho?"}],
+                              chunks=[Chunk(passage, doc_id="a")])
+            print(out.text, out.report.why)
+    """
+
+    def chat(
+        self, messages: Sequence[Message], *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> Completion:
+        """Answer chat messages. `chunks` are found in them by their text.
+
+        Raises:
+            InvalidRequestError: an argument breaks its rule, or the prompt is too long.
+            EngineError: the engine does not start, is closed, or fails the request.
+        """
+        return self._answer(_chat_call(messages, chunks, options))
+
+    async def achat(
+        self, messages: Sequence[Message], *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> Completion:
+        """`chat`, without blocking the caller's loop; cancelling it aborts the request."""
+        return await self._aanswer(_chat_call(messages, chunks, options))
+
+    def stream_chat(
+        self, messages: Sequence[Message], *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> Iterator[CompletionDelta]:
+        """`chat` in pieces; closing the iterator aborts the request."""
+        return self._stream(_chat_call(messages, chunks, options))
+
+    def astream_chat(
+        self, messages: Sequence[Message], *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> AsyncIterator[CompletionDelta]:
+        """`stream_chat`, without blocking the caller's loop."""
+        return self._astream(_chat_call(messages, chunks, options))
+
+    def complete(self, prompt: str, *, chunks: Sequence[Chunk] = (), **options: Any) -> Completion:
+        """Continue a finished prompt; no chat template is applied. Raises as `chat`."""
+        return self._answer(_complete_call(prompt, chunks, options))
+
+    async def acomplete(self, prompt: str, *, chunks: Sequence[Chunk] = (), **options: Any) -> Completion:
+        """`complete`, without blocking the caller's loop; cancelling it aborts the request."""
+        return await self._aanswer(_complete_call(prompt, chunks, options))
+
+    def stream_complete(
+        self, prompt: str, *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> Iterator[CompletionDelta]:
+        """`complete` in pieces; closing the iterator aborts the request."""
+        return self._stream(_complete_call(prompt, chunks, options))
+
+    def astream_complete(
+        self, prompt: str, *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> AsyncIterator[CompletionDelta]:
+        """`stream_complete`, without blocking the caller's loop."""
+        return self._astream(_complete_call(prompt, chunks, options))
+
+    def prefetch(self, chunks: Sequence[Chunk], *, tenant: str | None = None) -> None:
+        """Remember chunks, so that later prompts are searched for their text. Computes nothing."""
+        self._known.add(self._tenant(tenant), check_chunks(chunks))
+
+    def warm(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        system: str | None = None,
+        tenant: str | None = None,
+        show_progress: bool = False,
+    ) -> int:
+        """Compute and store chunks ahead of the first question, each behind the system prompt.
+
+        Returns:
+            The number of distinct texts that are in the store afterwards.
+
+        Raises:
+            PromptTooLongError: a chunk does not fit the model's window.
+            EngineError: as `chat`.
+        """
+        from tqdm import tqdm
+
+        check_tenant(tenant)
+        chosen, running = check_chunks(chunks), self._started()
+        calls = warm_calls(chosen, system=system, tenant=tenant, has_chat_template=running.has_chat_template)
+        prepared = [running.prepare(call) for call in calls]
+        with tqdm(total=len(prepared), desc="Warming chunks", disable=not show_progress) as progress:
+            return self._live.loop.run(run_calls(prepared, running.answer, progress.update))
+
+    def replace(
+        self, doc_id: str, version: str | None, chunks: Sequence[Chunk], *, tenant: str | None = None
+    ) -> int:
+        """Make `chunks` the current content of a document. Once it returns, no new request uses KV of
+        the document's earlier chunks.
+
+        Returns:
+            The number of stored records that were dropped.
+        """
+        current, running = check_chunks(chunks), self._started()
+        named = [Chunk(chunk.text, doc_id, version) for chunk in current]
+        tenant = self._tenant(tenant)
+        namespace, encode = running.tenant_namespace(tenant), running.segment_tokenizer.encode_chunk
+        keys = [chunk_key(namespace, encode(text)) for c in named if (text := c.text.strip())]
+        self._known.forget(tenant, doc_id)
+        dropped = self._control("replace", doc_id=doc_id, version=version, tenant=tenant, keys=keys)
+        self._known.add(tenant, named)
+        return int(dropped or 0)
+
+    def invalidate(self, doc_id: str, version: str | None = None, *, tenant: str | None = None) -> int:
+        """Drop a document, or one version of it. Once it returns, no new request uses its KV.
+
+        Returns:
+            The number of stored records that were dropped.
+        """
+        tenant = self._tenant(tenant)
+        self._known.forget(tenant, doc_id)
+        return int(self._control("invalidate", doc_id=doc_id, version=version, tenant=tenant) or 0)
+
+    def purge(self, tenant: str | None = None) -> int:
+        """Drop everything of one tenant; returns the number of stored records that were dropped."""
+        tenant = self._tenant(tenant)
+        self._known.forget_tenant(tenant)
+        if self._running is not None:
+            self._running.segment_tokenizer.forget_chunks()
+        return int(self._control("purge", tenant=tenant) or 0)
+
+    def stats(self) -> dict[str, Any]:
+        """The store's figures, and under "engine" what this engine counted."""
+        counters = dict(self._running.counters) if self._running else {}
+        counters["num_known_chunks"] = len(self._known)
+        return {**(self._control("stats") or {}), "engine": counters}
+
+    def check(self) -> list[str]:
+        """Problems found in the store's books; empty if they add up."""
+        return list(self._control("check") or ())
+
+    def self_test(self) -> SelfTestResult:
+        """Measure reuse against full compute on this model; switches reuse off if it fails."""
+        running = self._started()
+        if running.off is not None and running.off.reason is not Reason.SELF_TEST_FAILED:
+            return SelfTestResult(True, detail=f"skipped: {running.off.detail}")
+        running.off = None
+        result = run_self_test(self, running.dtype, self._config.min_chunk_tokens)
+        save_result(running.namespace, result)
+        _apply(result, running)
+        return result
+
+    def _test_once(self, running: RunningEngine) -> None:
+        if not self._config.self_test or self._config.host_store_bytes == 0 or running.off is not None:
+            return
+        remembered = load_result(running.namespace)
+        if remembered is not None:
+            _apply(remembered, running)
+            return
+        try:
+            self.self_test()
+        except CacheCraftError as error:
+            _apply(SelfTestResult(False, detail=f"it did not finish: {error}"), running)
+
+    def _answer(self, call: Call) -> Completion:
+        running = self._started()
+        return self._live.loop.run(running.answer(running.prepare(call)))
+
+    async def _aanswer(self, call: Call) -> Completion:
+        running = await self._astarted()
+        # In a thread: rendering and tokenising a long prompt takes milliseconds of the caller's loop.
+        prepared = await asyncio.to_thread(running.prepare, call)
+        return await self._live.loop.arun(running.answer(prepared))
+
+    def _stream(self, call: Call) -> Iterator[CompletionDelta]:
+        running = self._started()
+        prepared = running.prepare(call)
+        yield from self._live.loop.stream(lambda: running.stream(prepared))
+
+    async def _astream(self, call: Call) -> AsyncIterator[CompletionDelta]:
+        running = await self._astarted()
+        prepared = await asyncio.to_thread(running.prepare, call)
+        async for delta in self._live.loop.astream(lambda: running.stream(prepared)):
+            yield delta
+
+
+def _chat_call(messages: Sequence[Message], chunks: Sequence[Chunk], options: Mapping[str, Any]) -> Call:
+    return Call(check_messages(messages), check_chunks(chunks), CallOptions.from_kwargs(options))
+
+
+def _complete_call(prompt: str, chunks: Sequence[Chunk], options: Mapping[str, Any]) -> Call:
+    return Call(check_prompt(prompt), check_chunks(chunks), CallOptions.from_kwargs(options))
+
+
+def _apply(result: SelfTestResult, running: RunningEngine) -> None:
+    if not result.passed:
+        logger.error("self-test failed, KV reuse is off: %s", result.detail)
+        running.off = FullCompute(Reason.SELF_TEST_FAILED, result.detail)

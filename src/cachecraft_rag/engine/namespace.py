@@ -1,0 +1,71 @@
+"""What makes two engines' KV interchangeable, as one hash: equal namespace, equal KV per token id."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_ROPE_FIELDS = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "max_position_embeddings",
+)
+
+
+def namespace_facts(vllm_config: Any, vllm_version: str) -> dict[str, Any]:
+    """The facts that decide a token's KV, as JSON-ready data.
+
+    Args:
+        vllm_config: a `vllm.config.VllmConfig`.
+    """
+    model, text = vllm_config.model_config, vllm_config.model_config.hf_text_config
+    return {
+        "model": _resolved(str(model.model)),
+        "revision": model.revision,
+        "tokenizer": _resolved(str(model.tokenizer)),
+        "tokenizer_revision": model.tokenizer_revision,
+        "model_type": getattr(text, "model_type", None),
+        "dtype": str(model.dtype),
+        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "quantization": model.quantization,
+        "quantization_config": _plain(getattr(model.hf_config, "quantization_config", None)),
+        "rope": {name: _plain(getattr(text, name, None)) for name in _ROPE_FIELDS},
+        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
+        "vllm": vllm_version,
+    }
+
+
+def namespace_of(facts: Mapping[str, Any]) -> str:
+    """Hash of the facts in canonical JSON, as 32 hex digits."""
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), default=str)
+    return _hash(canonical)
+
+
+def tenant_namespace(namespace: str, tenant: str) -> str:
+    """Namespace of one tenant's chunk keys: no key is ever equal across tenants."""
+    return _hash(json.dumps([namespace, tenant]))
+
+
+def tenant_cache_salt(tenant: str) -> str:
+    """`cache_salt` of a tenant's requests: vLLM's prefix cache is a second store of its KV."""
+    return _hash(json.dumps(["cache_salt", tenant]))
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _resolved(name: str) -> str:
+    path = Path(name)
+    return str(path.resolve()) if path.exists() else name
+
+
+def _plain(value: Any) -> Any:
+    """Nested configuration objects as dictionaries, so that equal ones hash equally."""
+    return value.to_dict() if hasattr(value, "to_dict") else value

@@ -1,0 +1,69 @@
+"""Reuse or full compute? What the driver alone can decide, written into the request's spec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cachecraft_rag.chunks import DocumentRef, PromptLayout, Segment
+from cachecraft_rag.config import CacheCraftConfig
+from cachecraft_rag.engine.options import CallOptions
+from cachecraft_rag.events import Reason
+from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class FullCompute:
+    """Why a request is computed in full."""
+
+    reason: Reason
+    detail: str = ""
+
+
+def make_spec(
+    request_id: str,
+    tenant: str,
+    layout: PromptLayout,
+    options: CallOptions,
+    config: CacheCraftConfig,
+    engine_off: FullCompute | None,
+) -> RequestSpec:
+    """The spec of one request.
+
+    Args:
+        tenant: salt of keys and index, already with the default filled in.
+        engine_off: why this engine reuses nothing at all, None if it does.
+    """
+    full = engine_off or _asked_for_full(options)
+    ratio = options.recompute_ratio
+    return RequestSpec(
+        request_id=request_id,
+        tenant=tenant,
+        chunks=tuple(_chunk_ref(segment) for segment in layout.chunks),
+        # "exact" plans as "auto" does and then takes only what lies behind the same prefix.
+        strategy=config.strategy if options.reuse in ("auto", "exact") else options.reuse,
+        alpha=config.alpha,
+        recompute_ratio=config.recompute_ratio if ratio is None else ratio,
+        granularity=config.granularity,
+        exact_only=options.reuse == "exact",
+        store=options.store,
+        full_reason=full.reason if full else None,
+        full_detail=full.detail if full else "",
+    )
+
+
+def without_reuse(spec: RequestSpec, full: FullCompute, request_id: str) -> RequestSpec:
+    """The same request again, under a new id, computed in full."""
+    return replace(spec, request_id=request_id, full_reason=full.reason, full_detail=full.detail)
+
+
+def _asked_for_full(options: CallOptions) -> FullCompute | None:
+    if options.precision_critical:
+        return FullCompute(Reason.REUSE_OFF, "precision_critical")
+    return FullCompute(Reason.REUSE_OFF) if options.reuse == "off" else None
+
+
+def _chunk_ref(segment: Segment) -> ChunkRef:
+    assert segment.chunk is not None and segment.key is not None  # what PromptLayout.chunks holds
+    chunk = segment.chunk
+    document = None if chunk.doc_id is None else DocumentRef(chunk.doc_id, chunk.version)
+    return ChunkRef(segment.span, segment.key, segment.prefix_hash, document)

@@ -1,0 +1,311 @@
+"""A started engine: from one prepared call to its answer and report."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from cachecraft_rag.chunks import Chunk, PromptLayout
+from cachecraft_rag.config import CacheCraftConfig
+from cachecraft_rag.engine.api import Completion, CompletionDelta, Message, SamplingOptions
+from cachecraft_rag.engine.backend import Backend, BackendOutput, BackendRequest
+from cachecraft_rag.engine.namespace import tenant_cache_salt, tenant_namespace
+from cachecraft_rag.engine.options import CallOptions
+from cachecraft_rag.engine.reports import absent_chunks, complete_report, full_report
+from cachecraft_rag.engine.router import FullCompute, make_spec, without_reuse
+from cachecraft_rag.errors import EngineError, GenerationError, PromptTooLongError
+from cachecraft_rag.events import ChunkReport, Reason, RequestDecision, ReuseReport
+from cachecraft_rag.segments.known import KnownChunks
+from cachecraft_rag.segments.layout import build_layout
+from cachecraft_rag.segments.render import render_chat
+from cachecraft_rag.segments.tokenize import SegmentTokenizer
+from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ControlMessage, RequestSpec
+
+logger = logging.getLogger(__name__)
+
+_REPORT_DEADLINE_S = 0.25
+_CONTROL_DEADLINE_S = 30.0
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call as it came in, its arguments checked.
+
+    Attributes:
+        prompt: finished text, or chat messages still to be rendered.
+        started_s: `time.perf_counter()` at entry; time to first token counts from here.
+    """
+
+    prompt: str | Sequence[Message]
+    chunks: tuple[Chunk, ...]
+    options: CallOptions
+    started_s: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call turned into tokens, ready to be sent."""
+
+    call: Call
+    layout: PromptLayout
+    spec: RequestSpec
+    request: BackendRequest
+    absent: tuple[ChunkReport, ...]
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What has come of an answer so far."""
+
+    started_s: float
+    ttft_s: float = -1.0
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Mapping[int, float]] = field(default_factory=list)
+    finish_reason: str | None = None
+    params: Mapping[str, Any] | None = None
+
+    def add(self, output: BackendOutput) -> None:
+        if self.ttft_s < 0 and output.token_ids:
+            self.ttft_s = time.perf_counter() - self.started_s
+        self.text.append(output.text)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        self.finish_reason = output.finish_reason
+        self.params = output.kv_transfer_params or self.params
+
+
+class RunningEngine:
+    """A live vLLM with its tokenizer, its namespace and the chunks known so far.
+
+    `prepare` may be called from any thread; the coroutines belong to the engine's loop.
+
+    Attributes:
+        off: why nothing is reused by any request, None if reuse works.
+        is_attached: whether our connector is inside vLLM.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: CacheCraftConfig,
+        known: KnownChunks,
+        namespace: str,
+        *,
+        is_attached: bool,
+        off: FullCompute | None,
+    ) -> None:
+        self.off = off
+        self.is_attached = is_attached
+        self.namespace = namespace
+        self.counters: Counter[str] = Counter()
+        self._backend = backend
+        self._config = config
+        self._known = known
+        self._tokenizer = backend.tokenizer
+        self.segment_tokenizer = SegmentTokenizer(self._tokenizer)
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._backend.vllm_config.model_config.max_model_len)
+
+    @property
+    def dtype(self) -> str:
+        return str(self._backend.vllm_config.model_config.dtype).removeprefix("torch.")
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def tenant_namespace(self, tenant: str) -> str:
+        return tenant_namespace(self.namespace, tenant)
+
+    def prepare(self, call: Call) -> Prepared:
+        """Render, find the chunks, tokenise and route.
+
+        Raises:
+            InvalidRequestError: the messages cannot be rendered.
+            PromptTooLongError: the prompt leaves no room for one generated token.
+        """
+        options = call.options
+        tenant = options.tenant or self._config.default_tenant
+        text = call.prompt if isinstance(call.prompt, str) else render_chat(self._tokenizer, call.prompt)
+        if options.store:
+            self._known.add(tenant, call.chunks)
+        matches = self._known.find(tenant, text, call.chunks)
+        namespace = self.tenant_namespace(tenant)
+        encode_chunk = partial(self.segment_tokenizer.encode_chunk, remember=options.store)
+        layout = build_layout(text, matches, self.segment_tokenizer, namespace, remember=options.store)
+        sampling = self._fit(layout.num_tokens, options.sampling)
+        spec = make_spec(_new_id(), tenant, layout, options, self._config, self.off)
+        return Prepared(
+            call=call,
+            layout=layout,
+            spec=spec,
+            request=self._request(spec, layout, sampling, options),
+            absent=absent_chunks(call.chunks, layout, namespace, encode_chunk),
+        )
+
+    async def answer(self, prepared: Prepared) -> Completion:
+        """The whole answer.
+
+        Raises:
+            GenerationError: vLLM failed the request, with reuse off as well.
+            EngineError: the engine is dead.
+        """
+        try:
+            return await self._answer_once(prepared)
+        except GenerationError as fault:
+            return await self._answer_once(self._again(prepared, fault))
+
+    async def stream(self, prepared: Prepared) -> AsyncGenerator[CompletionDelta, None]:
+        """The answer in pieces; the last one carries the whole `Completion`.
+
+        A request that fails with reuse on is only sent again as long as no piece was handed out.
+        """
+        has_begun = False
+        try:
+            async with aclosing(self._stream_once(prepared)) as deltas:
+                async for delta in deltas:
+                    has_begun = True
+                    yield delta
+            return
+        except GenerationError as error:
+            if has_begun:
+                raise
+            fault = error
+        async with aclosing(self._stream_once(self._again(prepared, fault))) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def control(self, action: str, **arguments: Any) -> Any:
+        """Send a command to the scheduler side and wait for its result.
+
+        Raises:
+            EngineError: it failed, or no answer came in time.
+        """
+        message = ControlMessage(_new_id(), action, arguments)
+        await self._backend.send_control(message)
+        reply = await self._poll("cachecraft_take_reply", message.control_id, _CONTROL_DEADLINE_S)
+        if reply is None:
+            raise EngineError(f"no answer to {action!r} within {_CONTROL_DEADLINE_S:.0f} s")
+        if "error" in reply:
+            raise EngineError(f"{action!r} failed: {reply['error']}")
+        return reply["result"]
+
+    def _request(
+        self, spec: RequestSpec, layout: PromptLayout, sampling: SamplingOptions, options: CallOptions
+    ) -> BackendRequest:
+        # A salt of its own hides what a no-store request leaves in vLLM's prefix cache.
+        salt = spec.tenant if options.store else f"{spec.tenant}/{spec.request_id}"
+        return BackendRequest(
+            request_id=spec.request_id,
+            token_ids=layout.token_ids,
+            sampling=sampling,
+            cache_salt=tenant_cache_salt(salt),
+            read_prefix_cache=options.read_prefix_cache,
+            params=spec.to_params() if self.is_attached else None,
+        )
+
+    def _fit(self, num_prompt_tokens: int, sampling: SamplingOptions) -> SamplingOptions:
+        """Clip `max_tokens` to what the window leaves; refuse a prompt that leaves nothing."""
+        room = self.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens and needs at least 1 more for the answer, "
+                f"but max_model_len is {self.max_model_len}: pass fewer or shorter chunks, or start "
+                "the engine with a larger max_model_len"
+            )
+        if sampling.max_tokens <= room:
+            return sampling
+        return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+
+    def _again(self, prepared: Prepared, fault: GenerationError) -> Prepared:
+        """The request with reuse off; raises `fault` if it was off already."""
+        if prepared.spec.full_reason is not None or not self.is_attached:
+            raise fault
+        self.counters["num_faults"] += 1
+        logger.warning("request failed with reuse on, sent again without: %s", fault)
+        spec = without_reuse(prepared.spec, FullCompute(Reason.ENGINE_FAULT, str(fault)), _new_id())
+        request = replace(prepared.request, request_id=spec.request_id, params=spec.to_params())
+        return replace(prepared, spec=spec, request=request)
+
+    async def _answer_once(self, prepared: Prepared) -> Completion:
+        answer = _Answer(prepared.call.started_s)
+        async with aclosing(self._backend.generate(prepared.request)) as outputs:
+            async for output in outputs:
+                answer.add(output)
+        return await self._complete(prepared, answer)
+
+    async def _stream_once(self, prepared: Prepared) -> AsyncGenerator[CompletionDelta, None]:
+        answer = _Answer(prepared.call.started_s)
+        async with aclosing(self._backend.generate(prepared.request)) as outputs:
+            async for output in outputs:
+                answer.add(output)
+                if output.token_ids or output.text:
+                    yield CompletionDelta(output.text, output.token_ids)
+        yield CompletionDelta("", (), await self._complete(prepared, answer))
+
+    async def _complete(self, prepared: Prepared, answer: _Answer) -> Completion:
+        if answer.finish_reason == "error":
+            raise GenerationError("vLLM ended the request with an error of its own")
+        report = await self._report(prepared, answer)
+        self._count(report)
+        return Completion(
+            text="".join(answer.text),
+            token_ids=tuple(answer.token_ids),
+            finish_reason=answer.finish_reason,
+            report=complete_report(report, ttft_s=answer.ttft_s, absent=prepared.absent),
+            prompt_token_ids=prepared.layout.token_ids,
+            logprobs=tuple(answer.logprobs) if prepared.request.sampling.logprobs is not None else None,
+        )
+
+    async def _report(self, prepared: Prepared, answer: _Answer) -> ReuseReport:
+        spec, layout = prepared.spec, prepared.layout
+        if not self.is_attached:
+            reason = spec.full_reason or Reason.UNSUPPORTED_MODEL
+            return full_report(spec.request_id, layout, reason, spec.full_detail)
+        # A good answer must not be lost with its report.
+        try:
+            data = (answer.params or {}).get(PARAMS_KEY)
+            if data is None:
+                data = await self._poll("cachecraft_take_report", spec.request_id, _REPORT_DEADLINE_S)
+            if data is not None:
+                return ReuseReport.from_dict(data)
+        except Exception as error:
+            logger.warning("the report of request %s was lost: %r", spec.request_id, error)
+        return full_report(spec.request_id, layout, Reason.REPORT_LOST)
+
+    def _count(self, report: ReuseReport) -> None:
+        self.counters["num_requests"] += 1
+        self.counters["num_requests_with_reuse"] += report.decision is RequestDecision.REUSE
+        self.counters["num_reports_lost"] += report.reason is Reason.REPORT_LOST
+        for name in ("prompt", "reused", "recomputed", "computed"):
+            self.counters[f"num_{name}_tokens"] += getattr(report, f"num_{name}_tokens")
+
+    async def _poll(self, method: str, key: str, deadline_s: float) -> Any:
+        """Ask rank 0 until it has an answer; each question lets vLLM's engine run a step.
+
+        None if there is none by the deadline.
+        """
+        end_s, pause_s = time.monotonic() + deadline_s, 0.0
+        while (reply := (await self._backend.collective_rpc(method, key))[0]) is None:
+            if time.monotonic() >= end_s:
+                return None
+            await asyncio.sleep(pause_s)
+            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        return reply
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex

@@ -1,0 +1,179 @@
+"""What happened to a request: decisions, reasons and the report that every answer carries."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cachecraft_rag.chunks import ChunkKey
+
+
+class ChunkDecision(enum.StrEnum):
+    """What was done with one chunk of a prompt."""
+
+    EXACT = "exact"
+    """KV reused behind the very tokens it was computed behind: nothing is approximated."""
+    REUSED = "reused"
+    """KV reused at another place, no token recomputed."""
+    REPAIRED = "repaired"
+    """KV reused at another place, some tokens recomputed."""
+    COMPUTED = "computed"
+    """KV computed in full."""
+
+
+class RequestDecision(enum.StrEnum):
+    REUSE = "reuse"
+    FULL = "full"
+
+
+class Reason(enum.StrEnum):
+    """Why a chunk or a request was treated as it was. `sentence` explains it to a person."""
+
+    SAME_PREFIX = "same_prefix"
+    PREFIX_CACHE = "prefix_cache"
+    OTHER_PREFIX = "other_prefix"
+    RECOMPUTE_ALL = "recompute_all"
+    NOT_CACHED = "not_cached"
+    NO_EXACT_VARIANT = "no_exact_variant"
+    REPEATED_IN_PROMPT = "repeated_in_prompt"
+    NOT_IN_PROMPT = "not_in_prompt"
+    TOO_SHORT = "too_short"
+    SUPERSEDED_VERSION = "superseded_version"
+    INVALIDATED = "invalidated"
+    NO_CHUNKS = "no_chunks_matched"
+    REUSE_OFF = "reuse_off"
+    STORE_OFF = "store_off"
+    UNSUPPORTED_MODEL = "unsupported_model"
+    UNSUPPORTED_REQUEST = "unsupported_request"
+    SELF_TEST_FAILED = "self_test_failed"
+    PLAN_FAILED = "plan_failed"
+    LOAD_FAILED = "load_failed"
+    ENGINE_FAULT = "engine_fault"
+    REPORT_LOST = "report_lost"
+
+    @property
+    def sentence(self) -> str:
+        return _SENTENCES[self]
+
+
+_SENTENCES: Mapping[Reason, str] = {
+    Reason.SAME_PREFIX: "The same tokens stood before it when it was cached, so its KV is exact.",
+    Reason.PREFIX_CACHE: "vLLM's own prefix cache held it behind the same tokens.",
+    Reason.OTHER_PREFIX: "It was cached behind other text, so its KV was moved and repaired.",
+    Reason.RECOMPUTE_ALL: "The strategy or budget asked for every token to be recomputed.",
+    Reason.NOT_CACHED: "It was not in the store; it was computed and offered to the store.",
+    Reason.NO_EXACT_VARIANT: "Only exact reuse was allowed and no variant had the same prefix.",
+    Reason.REPEATED_IN_PROMPT: "It stands twice in this prompt and was not cached before.",
+    Reason.NOT_IN_PROMPT: "Its text does not occur in the rendered prompt.",
+    Reason.TOO_SHORT: "It has fewer tokens than min_chunk_tokens.",
+    Reason.SUPERSEDED_VERSION: "A newer version of its document is registered.",
+    Reason.INVALIDATED: "Its document was invalidated while the request ran.",
+    Reason.NO_CHUNKS: "No known chunk occurs in the prompt.",
+    Reason.REUSE_OFF: "The request asked for full compute.",
+    Reason.STORE_OFF: "The request asked to leave nothing behind, so nothing was looked up.",
+    Reason.UNSUPPORTED_MODEL: "This model's KV cannot be moved; see the detail.",
+    Reason.UNSUPPORTED_REQUEST: "This request uses a feature that rules out reuse; see the detail.",
+    Reason.SELF_TEST_FAILED: "The start-up self-test failed on this model, so reuse is off.",
+    Reason.PLAN_FAILED: "Planning failed; the prompt was computed in full.",
+    Reason.LOAD_FAILED: "Some KV could not be loaded; those tokens were computed instead.",
+    Reason.ENGINE_FAULT: "The request failed with reuse on and was answered again without.",
+    Reason.REPORT_LOST: "The engine's account of this request could not be fetched.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReport:
+    """One chunk of a prompt, in prompt order. The four token counts obey
+    `num_reused_tokens + num_recomputed_tokens + num_computed_tokens == num_tokens`.
+
+    Attributes:
+        start: position of its first token in the prompt.
+        tier: where the KV came from: "host", "prefix_cache", or "" when it was computed.
+        cached_start: position of its first token when its KV was computed, -1 if not reused.
+        num_reused_tokens: tokens whose KV was taken over as it was (moved if need be).
+        num_recomputed_tokens: cached tokens whose KV was computed again.
+        num_computed_tokens: tokens that had no cached KV.
+        same_predecessors: the chunks before it were the same, in the same order, as at capture.
+    """
+
+    chunk_key: ChunkKey
+    doc_id: str | None
+    version: str | None
+    decision: ChunkDecision
+    reason: Reason
+    start: int
+    num_tokens: int
+    num_reused_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_computed_tokens: int = 0
+    tier: str = ""
+    cached_start: int = -1
+    same_predecessors: bool = False
+    variant: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseReport:
+    """What reuse did for one request. All counts are ours, taken where the work is done; vLLM's
+    `num_cached_tokens` also counts what was promised and then recomputed.
+
+    `num_reused_tokens + num_recomputed_tokens + num_computed_tokens == num_prompt_tokens`.
+
+    Attributes:
+        detail: free text that goes with `reason`.
+        ttft_s: seconds from the call to the first token, -1 if no token came.
+        load_s / recompute_s: seconds the worker spent loading KV and in the recompute pass.
+    """
+
+    request_id: str
+    decision: RequestDecision
+    reason: Reason
+    detail: str = ""
+    strategy: str = ""
+    num_prompt_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_stored_tokens: int = 0
+    ttft_s: float = -1.0
+    load_s: float = 0.0
+    recompute_s: float = 0.0
+    loaded_bytes: int = 0
+    chunks: tuple[ChunkReport, ...] = field(default=())
+
+    @property
+    def why(self) -> str:
+        """One sentence for a person, also when nothing was reused."""
+        return f"{self.reason.sentence} {self.detail}".rstrip()
+
+    @property
+    def reuse_ratio(self) -> float:
+        """Share of prompt tokens whose KV was taken over, in [0, 1]."""
+        return self.num_reused_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+    def decisions(self) -> Counter[str]:
+        return Counter(chunk.decision.value for chunk in self.chunks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready data; `from_dict` reverses it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ReuseReport:
+        fields = dict(data)
+        fields["decision"] = RequestDecision(fields["decision"])
+        fields["reason"] = Reason(fields["reason"])
+        fields["chunks"] = tuple(
+            ChunkReport(
+                **{
+                    **chunk,
+                    "decision": ChunkDecision(chunk["decision"]),
+                    "reason": Reason(chunk["reason"]),
+                }
+            )
+            for chunk in fields.get("chunks", ())
+        )
+        return cls(**fields)

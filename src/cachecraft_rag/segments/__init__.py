@@ -1,0 +1,1 @@
+"""Prompt → segments: find chunks by their text, tokenise each part, tile the prompt."""

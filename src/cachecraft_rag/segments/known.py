@@ -1,0 +1,126 @@
+"""Chunks seen before, so that they are found by text in later prompts."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from cachecraft_rag.chunks import Chunk
+from cachecraft_rag.errors import ConfigurationError
+from cachecraft_rag.segments.matcher import ChunkMatcher, Match, find_matches
+
+_DocId = str | None
+
+
+class KnownChunks:
+    """The chunks used last, each visible to its own tenant only. Thread-safe.
+
+    A text that stands in several documents is remembered once for each of them; the document added
+    last gives its name to the match, and the one before it takes over when that one is forgotten.
+
+    Args:
+        max_chunks: chunks remembered over all tenants together (a bound for each tenant alone would
+            let memory grow with their number); the least recently used goes first.
+
+    Raises:
+        ConfigurationError: `max_chunks` is less than 1.
+    """
+
+    def __init__(self, max_chunks: int) -> None:
+        if max_chunks < 1:
+            raise ConfigurationError(f"max_known_chunks is {max_chunks!r}: it must be at least 1")
+        self._max_chunks = max_chunks
+        self._lock = threading.Lock()
+        self._tenants: dict[str, _TenantChunks] = {}
+        self._recency: OrderedDict[tuple[str, str, _DocId], None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._recency)
+
+    def add(self, tenant: str, chunks: Iterable[Chunk]) -> None:
+        """Remember `chunks` for `tenant`; blank ones are ignored."""
+        with self._lock:
+            for chunk in chunks:
+                if chunk.text.strip():
+                    self._add_one(tenant, chunk)
+
+    def find(self, tenant: str, text: str, extra: Sequence[Chunk] = ()) -> list[Match]:
+        """Where chunks of `tenant`, and the chunks `extra` of this call, stand in `text`.
+
+        Of two chunks with the same text the one in `extra` wins. `extra` is not remembered; what
+        matched counts as used now.
+        """
+        given = ChunkMatcher(extra)
+        with self._lock:
+            known = self._tenants.get(tenant)
+            matches = find_matches(text, (given, known.matcher) if known else (given,))
+            for match in matches:
+                key = _key(tenant, match.chunk)
+                if key in self._recency:
+                    self._recency.move_to_end(key)
+        return matches
+
+    def forget(self, tenant: str, doc_id: str) -> None:
+        """Forget every chunk of one document."""
+        with self._lock:
+            known = self._tenants.get(tenant)
+            for text in tuple(known.texts_by_doc.get(doc_id, ())) if known else ():
+                self._forget_one((tenant, text, doc_id))
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Forget every chunk of `tenant`."""
+        with self._lock:
+            if self._tenants.pop(tenant, None) is not None:
+                for key in [key for key in self._recency if key[0] == tenant]:
+                    del self._recency[key]
+
+    def _add_one(self, tenant: str, chunk: Chunk) -> None:
+        key = _key(tenant, chunk)
+        self._tenants.setdefault(tenant, _TenantChunks()).add(chunk)
+        self._recency[key] = None
+        self._recency.move_to_end(key)
+        if len(self._recency) > self._max_chunks:
+            self._forget_one(next(iter(self._recency)))
+
+    def _forget_one(self, key: tuple[str, str, _DocId]) -> None:
+        tenant, text, doc_id = key
+        del self._recency[key]
+        known = self._tenants[tenant]
+        known.remove(text, doc_id)
+        if not known.matcher:
+            del self._tenants[tenant]
+
+
+class _TenantChunks:
+    """One tenant's chunks, by text and by document."""
+
+    def __init__(self) -> None:
+        self.matcher = ChunkMatcher()
+        self.texts_by_doc: dict[_DocId, set[str]] = {}
+        self._owners: dict[str, dict[_DocId, Chunk]] = {}
+
+    def add(self, chunk: Chunk) -> None:
+        text = chunk.text.strip()
+        owners = self._owners.setdefault(text, {})
+        owners.pop(chunk.doc_id, None)
+        owners[chunk.doc_id] = chunk
+        self.texts_by_doc.setdefault(chunk.doc_id, set()).add(text)
+        self.matcher.add(chunk)
+
+    def remove(self, text: str, doc_id: _DocId) -> None:
+        texts = self.texts_by_doc[doc_id]
+        texts.discard(text)
+        if not texts:
+            del self.texts_by_doc[doc_id]
+        owners = self._owners[text]
+        del owners[doc_id]
+        if owners:
+            self.matcher.add(next(reversed(owners.values())))
+        else:
+            del self._owners[text]
+            self.matcher.remove(text)
+
+
+def _key(tenant: str, chunk: Chunk) -> tuple[str, str, _DocId]:
+    return tenant, chunk.text.strip(), chunk.doc_id

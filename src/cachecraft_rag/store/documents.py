@@ -1,0 +1,178 @@
+"""Which documents contain which chunks, per tenant, and what that means for stored KV.
+
+KV goes when the last document that refers to its text goes; text that was never named with a
+document is dropped by a purge only. References outlive the records they speak of: a text stored
+again after an eviction still belongs to its documents. So the registry grows with the documents
+of a tenant, not with the store, and keeps one number for each invalidated document.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cachecraft_rag.chunks import ChunkKey, DocumentRef, RecordMeta
+
+
+@dataclass(slots=True)
+class _Document:
+    """`references` maps each text of the document to the versions that were named with it."""
+
+    generation: int
+    version: str | None = None
+    references: dict[ChunkKey, set[str | None]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """Generations are values of `clock`, which only a change moves, upwards.
+
+    One counter per document would fall back to zero when a purge forgets the documents, and a late
+    insert would pass; a document that is not known has generation `purged_at`.
+    """
+
+    clock: int = 0
+    purged_at: int = 0
+    documents: dict[str, _Document] = field(default_factory=dict)
+    doc_ids_by_key: dict[ChunkKey, set[str]] = field(default_factory=dict)
+
+    def tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    def document(self, doc_id: str) -> _Document:
+        return self.documents.setdefault(doc_id, _Document(self.purged_at))
+
+    def unlink(self, doc_id: str, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Take the document off these keys; returns those that no document refers to now."""
+        orphans = []
+        for key in keys:
+            self.doc_ids_by_key[key].discard(doc_id)
+            if not self.doc_ids_by_key[key]:
+                del self.doc_ids_by_key[key]
+                orphans.append(key)
+        return orphans
+
+
+class DocumentRegistry:
+    """Documents of all tenants. Changing calls return the keys whose last reference went."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant] = {}
+
+    def generation(self, tenant: str, doc_id: str | None) -> int:
+        known = self._tenants.get(tenant)
+        if known is None:
+            return 0
+        document = known.documents.get(doc_id) if doc_id is not None else None
+        return document.generation if document is not None else known.purged_at
+
+    def is_current(self, tenant: str, document: DocumentRef) -> bool:
+        known = self._tenants.get(tenant)
+        stored = known.documents.get(document.doc_id) if known is not None else None
+        if stored is None or stored.version is None or document.version is None:
+            return True
+        return stored.version == document.version
+
+    def admits(self, meta: RecordMeta) -> bool:
+        """Whether nothing happened to the record's document, or tenant, since it was planned.
+
+        The document alone decides, even if others share the text: that refuses a little too much
+        and needs no account of which reference each plan relied on.
+        """
+        document = meta.document
+        doc_id = document.doc_id if document is not None else None
+        if meta.generation != self.generation(meta.tenant, doc_id):
+            return False
+        return document is None or self.is_current(meta.tenant, document)
+
+    def register(self, tenant: str, key: ChunkKey, document: DocumentRef) -> None:
+        if not self.is_current(tenant, document):
+            return
+        known = self._tenant(tenant)
+        stored = known.document(document.doc_id)
+        # A request that names no version means the current one, and goes with it.
+        version = document.version if document.version is not None else stored.version
+        stored.references.setdefault(key, set()).add(version)
+        known.doc_ids_by_key.setdefault(key, set()).add(document.doc_id)
+
+    def replace(
+        self, tenant: str, doc_id: str, version: str | None, keys: Iterable[ChunkKey]
+    ) -> list[ChunkKey]:
+        known = self._tenant(tenant)
+        stored = known.document(doc_id)
+        references: dict[ChunkKey, set[str | None]] = {key: {version} for key in keys}
+        orphans = known.unlink(doc_id, [key for key in stored.references if key not in references])
+        for key in references:
+            known.doc_ids_by_key.setdefault(key, set()).add(doc_id)
+        known.documents[doc_id] = _Document(known.tick(), version, references)
+        return orphans
+
+    def invalidate(self, tenant: str, doc_id: str, version: str | None = None) -> list[ChunkKey]:
+        known = self._tenant(tenant)
+        stored = known.document(doc_id)
+        if version is None:
+            known.documents[doc_id] = _Document(known.tick())
+            return known.unlink(doc_id, stored.references)
+        stored.generation = known.tick()
+        for versions in stored.references.values():
+            versions.discard(version)
+        lost = [key for key, versions in stored.references.items() if not versions]
+        for key in lost:
+            del stored.references[key]
+        return known.unlink(doc_id, lost)
+
+    def purge(self, tenant: str) -> None:
+        clock = self._tenant(tenant).tick()
+        self._tenants[tenant] = _Tenant(clock=clock, purged_at=clock)
+
+    def check(self) -> list[str]:
+        """References and their reverse must agree, and no generation may lie ahead of the clock."""
+        faults = []
+        for name, known in self._tenants.items():
+            forward = {(d, key) for d, stored in known.documents.items() for key in stored.references}
+            reverse = {(d, key) for key, doc_ids in known.doc_ids_by_key.items() for d in doc_ids}
+            if forward != reverse:
+                faults.append(f"tenant {name!r}: documents and keys differ by {forward ^ reverse}")
+            ahead = [d for d, stored in known.documents.items() if stored.generation > known.clock]
+            if ahead:
+                faults.append(f"tenant {name!r}: generations of {ahead} are ahead of {known.clock}")
+        return faults
+
+    def _tenant(self, tenant: str) -> _Tenant:
+        return self._tenants.setdefault(tenant, _Tenant())
+
+
+class DocumentOperations(ABC):
+    """The document half of `ChunkStore`, for stores that say how to drop records."""
+
+    def __init__(self) -> None:
+        self._documents = DocumentRegistry()
+
+    @abstractmethod
+    def _drop_keys(self, tenant: str, keys: Iterable[ChunkKey]) -> int:
+        """Take all variants of these keys out of the index and return how many were ready."""
+
+    @abstractmethod
+    def _drop_tenant(self, tenant: str) -> int:
+        """Take all records of a tenant out of the index and return how many were ready."""
+
+    def register(self, tenant: str, key: ChunkKey, document: DocumentRef) -> None:
+        self._documents.register(tenant, key, document)
+
+    def generation(self, tenant: str, doc_id: str | None) -> int:
+        return self._documents.generation(tenant, doc_id)
+
+    def is_current(self, tenant: str, document: DocumentRef) -> bool:
+        return self._documents.is_current(tenant, document)
+
+    def replace(self, tenant: str, doc_id: str, version: str | None, keys: Iterable[ChunkKey]) -> int:
+        return self._drop_keys(tenant, self._documents.replace(tenant, doc_id, version, keys))
+
+    def invalidate(self, tenant: str, doc_id: str, version: str | None = None) -> int:
+        return self._drop_keys(tenant, self._documents.invalidate(tenant, doc_id, version))
+
+    def purge(self, tenant: str) -> int:
+        self._documents.purge(tenant)
+        return self._drop_tenant(tenant)

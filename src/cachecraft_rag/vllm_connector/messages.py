@@ -1,0 +1,129 @@
+"""What crosses from the driver to the scheduler side, and back: plain data only.
+
+vLLM hands `kv_transfer_params` through msgpack between processes, where tuples become lists; so the
+records below are written to and rebuilt from dictionaries of lists, numbers and strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cachecraft_rag.chunks import ChunkKey, DocumentRef, Span
+from cachecraft_rag.events import Reason
+
+PARAMS_KEY = "cachecraft"
+"""Key of a `RequestSpec` in `kv_transfer_params`, both ways."""
+CONTROL_KEY = "cachecraft_control"
+"""Key of a `ControlMessage` in the `kv_transfer_params` of a pre-aborted request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRef:
+    """Where one chunk stands in the prompt and which KV would fit it."""
+
+    span: Span
+    key: ChunkKey
+    prefix_hash: str
+    document: DocumentRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """All the scheduler side is told about a request.
+
+    Attributes:
+        request_id: ours, not vLLM's; reports are filed under it.
+        tenant: salt of keys and index; no KV crosses it.
+        chunks: in prompt order; empty when nothing was matched.
+        strategy: name of the planning strategy; ignored when `full_reason` is set.
+        alpha: Cache-Craft eq. 12.
+        recompute_ratio: fixed share of each reused chunk to recompute, overriding `alpha`.
+        granularity: length of the runs in which tokens are selected.
+        exact_only: reuse only behind an identical prefix.
+        store: whether chunks of this request may be stored.
+        full_reason: why the driver asks for full compute, None if it does not.
+    """
+
+    request_id: str
+    tenant: str
+    chunks: tuple[ChunkRef, ...] = ()
+    strategy: str = ""
+    alpha: float = 0.0
+    recompute_ratio: float | None = None
+    granularity: int = 1
+    exact_only: bool = False
+    store: bool = True
+    full_reason: Reason | None = None
+    full_detail: str = ""
+
+    def to_params(self) -> dict[str, Any]:
+        """Value of `SamplingParams.extra_args["kv_transfer_params"]`."""
+        return {
+            PARAMS_KEY: {
+                "request_id": self.request_id,
+                "tenant": self.tenant,
+                "chunks": [_chunk_to_list(chunk) for chunk in self.chunks],
+                "strategy": self.strategy,
+                "alpha": self.alpha,
+                "recompute_ratio": self.recompute_ratio,
+                "granularity": self.granularity,
+                "exact_only": self.exact_only,
+                "store": self.store,
+                "full_reason": self.full_reason.value if self.full_reason else None,
+                "full_detail": self.full_detail,
+            }
+        }
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | None) -> RequestSpec | None:
+        """The spec inside `kv_transfer_params`, None where there is none."""
+        data = (params or {}).get(PARAMS_KEY)
+        if data is None:
+            return None
+        fields = dict(data)
+        fields["chunks"] = tuple(_chunk_from_list(item) for item in fields["chunks"])
+        if fields["full_reason"] is not None:
+            fields["full_reason"] = Reason(fields["full_reason"])
+        return cls(**fields)
+
+
+def _chunk_to_list(chunk: ChunkRef) -> list[Any]:
+    document = chunk.document
+    where = [document.doc_id, document.version] if document else None
+    return [chunk.span.start, chunk.span.end, chunk.key, chunk.prefix_hash, where]
+
+
+def _chunk_from_list(item: list[Any]) -> ChunkRef:
+    start, end, key, prefix_hash, where = item
+    document = DocumentRef(*where) if where else None
+    return ChunkRef(Span(start, end), ChunkKey(key), prefix_hash, document)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlMessage:
+    """A command to the scheduler side.
+
+    `action` and its arguments: `invalidate` (doc_id, version, tenant), `replace` (doc_id, version,
+    tenant, keys), `purge` (tenant), `stats` (), `check` ().
+    The answer is a plain dictionary, filed under `control_id` in the workers.
+    """
+
+    control_id: str
+    action: str
+    arguments: Mapping[str, Any]
+
+    def to_params(self) -> dict[str, Any]:
+        return {
+            CONTROL_KEY: {
+                "control_id": self.control_id,
+                "action": self.action,
+                "arguments": dict(self.arguments),
+            }
+        }
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | None) -> ControlMessage | None:
+        data = (params or {}).get(CONTROL_KEY)
+        return cls(**data) if data is not None else None

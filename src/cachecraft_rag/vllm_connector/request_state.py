@@ -1,0 +1,67 @@
+"""What the scheduler side remembers of one running request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cachecraft_rag.chunks import Span
+from cachecraft_rag.events import Reason
+from cachecraft_rag.planner.plan import ReusePlan
+from cachecraft_rag.vllm_connector.messages import RequestSpec
+from cachecraft_rag.vllm_connector.steps import JobFacts
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCapture:
+    """A stretch of the prompt to copy while it is computed, into a record or a lead buffer."""
+
+    sink: int | str
+    span: Span
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request between its first look-up and its end.
+
+    Attributes:
+        spec: what the driver asked; None for requests that did not come from our driver.
+        plan: memoised: vLLM asks again whenever the request waits or was preempted.
+        full_reason: why there is no plan.
+        num_local_tokens: vLLM's own prefix hit at the latest look-up.
+        first_local_tokens: the same at the first admission, for the report; -1 before it.
+        reserved: records this request is filling.
+        num_stored_tokens: tokens of those records.
+        pending: captures whose last token is not computed yet.
+        ran_job: whether the plan was executed, as opposed to covered by vLLM's prefix cache.
+    """
+
+    request: Any
+    spec: RequestSpec | None
+    plan: ReusePlan | None = None
+    full_reason: Reason | None = None
+    full_detail: str = ""
+    num_local_tokens: int = 0
+    first_local_tokens: int = -1
+    is_salted: bool = False
+    is_admitted: bool = False
+    ran_job: bool = False
+    reserved: list[int] = field(default_factory=list)
+    num_stored_tokens: int = 0
+    pending: list[PendingCapture] = field(default_factory=list)
+    facts: JobFacts | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self.request.num_prompt_tokens)
+
+    @property
+    def num_promised_tokens(self) -> int:
+        """Tokens beyond vLLM's own hit that the plan fills; 0 if nothing cached lies there."""
+        plan = self.plan
+        if plan is None:
+            return 0
+        ends = [chunk.span.end for chunk in plan.chunks if chunk.record_id is not None]
+        if not ends or ends[-1] <= self.num_local_tokens:
+            return 0
+        return max(0, plan.context_end - self.num_local_tokens)

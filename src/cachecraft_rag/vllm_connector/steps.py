@@ -1,0 +1,177 @@
+"""What the scheduler side orders the workers to do in one engine step, and what they answer.
+
+Both travel by pickle between vLLM's own processes, never to disk. Every rank gets the same orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cachecraft_rag.chunks import AttentionProfile, Span
+from cachecraft_rag.planner.plan import Load
+
+LEAD_PREFIX = "lead:"
+"""Sinks named `lead:<prefix hash>` hold the keys of the text before a prompt's first chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextChunk:
+    """A chunk standing before a captured one: where, and the record that holds its keys."""
+
+    span: Span
+    record_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewRecord:
+    """A record to be filled.
+
+    Attributes:
+        start: position of the chunk's first token in the prompt it is captured from.
+        context: chunks before it in that prompt whose keys are on the shelf, in prompt order.
+        prefix_index: for each context chunk, its place in the record's `prefix_chunks`.
+        num_prefix_chunks: length of `prefix_chunks`.
+        lead: sink that holds the keys of the text before the first chunk.
+    """
+
+    record_id: int
+    num_tokens: int
+    start: int
+    context: tuple[ContextChunk, ...]
+    prefix_index: tuple[int, ...]
+    num_prefix_chunks: int
+    lead: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CaptureTarget:
+    """Rows to copy while they are computed.
+
+    Attributes:
+        sink: a record id, or the name of a lead buffer.
+        offset: row of the sink that takes the first slot's KV.
+        slots: int64 (num_tokens,), ascending positions' slots in the paged cache.
+        num_sink_tokens: rows the sink has in all.
+    """
+
+    sink: int | str
+    offset: int
+    slots: np.ndarray
+    num_sink_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadJob:
+    """Fill `[start, context_end)` of one request's KV before this step's forward.
+
+    Attributes:
+        token_ids: int32 (context_end,), the prompt up to the end of the job.
+        block_ids: int32, the request's block table up to context_end.
+        loads: records to place; tokens in `recompute` are computed instead.
+        recompute: ascending, disjoint; with the loaded tokens they cover the job.
+    """
+
+    request_id: str
+    start: int
+    token_ids: np.ndarray
+    block_ids: np.ndarray
+    loads: tuple[Load, ...]
+    recompute: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """One step's orders.
+
+    Attributes:
+        freed: records whose payload is no longer wanted; carried out before anything else.
+        reports, replies: answers that the driver will fetch, by request id and control id.
+        failed_blocks: promised blocks for which no job could be made.
+    """
+
+    new_records: tuple[NewRecord, ...] = ()
+    captures: tuple[CaptureTarget, ...] = ()
+    jobs: tuple[LoadJob, ...] = ()
+    freed: tuple[int, ...] = ()
+    reports: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    replies: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    failed_blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobFacts:
+    """What one rank did for a job.
+
+    Attributes:
+        failed_records: records that could not be loaded; their tokens were computed.
+        num_tokens_repaired: tokens computed because of that.
+    """
+
+    load_s: float
+    recompute_s: float
+    loaded_bytes: int
+    failed_records: tuple[int, ...] = ()
+    num_tokens_repaired: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What one rank reports of a step; `merge` combines ranks.
+
+    Attributes:
+        completed: filled records and what their tokens attended to (None if not measured).
+        broken: records that cannot be completed.
+        num_ranks: ranks merged into this value.
+    """
+
+    completed: Mapping[int, AttentionProfile | None] = field(default_factory=dict)
+    broken: frozenset[int] = frozenset()
+    jobs: Mapping[str, JobFacts] = field(default_factory=dict)
+    num_ranks: int = 1
+
+    def merge(self, other: StepFacts) -> StepFacts:
+        """A record is complete when every rank completed it; each rank saw its own heads, so the
+        profiles are averaged."""
+        shared = self.completed.keys() & other.completed.keys()
+        weights = (self.num_ranks, other.num_ranks)
+        lost = self.completed.keys() ^ other.completed.keys()
+        return StepFacts(
+            completed={
+                record_id: _average(self.completed[record_id], other.completed[record_id], weights)
+                for record_id in shared
+            },
+            broken=self.broken | other.broken | lost,
+            jobs=self.jobs or other.jobs,
+            num_ranks=sum(weights),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.completed or self.broken or self.jobs)
+
+
+def _average(
+    left: AttentionProfile | None, right: AttentionProfile | None, weights: tuple[int, int]
+) -> AttentionProfile | None:
+    if left is None or right is None:
+        return None
+    share = weights[0] / sum(weights)
+
+    def mix(a: float, b: float) -> float:
+        return share * a + (1 - share) * b
+
+    return AttentionProfile(
+        inter_mean=mix(left.inter_mean, right.inter_mean),
+        intra_mean=mix(left.intra_mean, right.intra_mean),
+        inter_by_prefix=tuple(map(mix, left.inter_by_prefix, right.inter_by_prefix)),
+        token_scores=share * left.token_scores + (1 - share) * right.token_scores,
+    )
+
+
+def slots_of(block_ids: np.ndarray, block_size: int, span: Span) -> np.ndarray:
+    """int64 slots of the paged cache for the positions of `span`."""
+    positions = np.arange(span.start, span.end, dtype=np.int64)
+    return block_ids[positions // block_size].astype(np.int64) * block_size + positions % block_size

@@ -1,0 +1,307 @@
+"""The worker half of the connector: it obeys the scheduler side and reports what it did.
+
+    bind(orders)     free and open records, arm the captures         (before every step)
+    run_jobs()       load, move, write, recompute                    (before the forward)
+    <forward>        the layers call the capture session
+    collect()        finished records and their profiles, job facts  (after every step)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from cachecraft_rag.chunks import AttentionProfile, Span
+from cachecraft_rag.planner.plan import Load
+from cachecraft_rag.vllm_connector import compat
+from cachecraft_rag.vllm_connector.capture import CaptureSession, Sink
+from cachecraft_rag.vllm_connector.profile import LayerInputs, measure_profile
+from cachecraft_rag.vllm_connector.recompute import cut_runs, merge_spans
+from cachecraft_rag.vllm_connector.rotary import RotaryTable, Turn, move_keys, turn_between
+from cachecraft_rag.vllm_connector.steps import (
+    CaptureTarget,
+    JobFacts,
+    LoadJob,
+    NewRecord,
+    StepFacts,
+    StepOrders,
+    slots_of,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_LEADS = 64
+"""Lead buffers kept: the keys of that many different system prompts, on profiled layers only."""
+MAX_ANSWERS = 4096
+"""Reports and replies kept for the driver to fetch."""
+
+
+class WorkerSide:
+    """Records, captures and load jobs of one rank. Used from the worker's own thread only."""
+
+    def __init__(self, num_profile_layers: int, block_size: int, tensor_parallel_size: int) -> None:
+        self._num_profile_layers = num_profile_layers
+        self._block_size = block_size
+        self._tensor_parallel_size = tensor_parallel_size
+        self._runner: Any = None
+        self._layers: tuple[compat.KVLayer, ...] = ()
+        self._session = CaptureSession((), {})
+        self._records: dict[int, Sink] = {}
+        self._leads: OrderedDict[str, Sink] = OrderedDict()
+        self._open: dict[int, Sink] = {}
+        self._orders = StepOrders()
+        self._facts: dict[str, JobFacts] = {}
+        self._broken: set[int] = set()
+        self._failed_blocks: set[int] = set()
+        self._answers: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
+
+    # --- start-up -----------------------------------------------------------------------------
+
+    @property
+    def is_attached(self) -> bool:
+        return self._runner is not None
+
+    def attach(self, runner: Any) -> None:
+        """Find the model's layers and start watching them.
+
+        Raises:
+            InternalError: the model has a layer whose KV cannot be captured or moved.
+        """
+        if self.is_attached:
+            return
+        layers = compat.discover_layers(runner)
+        chosen = np.linspace(0, len(layers) - 1, self._num_profile_layers + 2)[1:-1].round()
+        profiled = {int(layer): place for place, layer in enumerate(sorted(set(chosen.tolist())))}
+        self._session = CaptureSession(layers, profiled)
+        compat.watch_layers(
+            layers, self._session.on_update, profiled, self._session.on_query
+        )
+        self._layers, self._runner = layers, runner
+
+    # --- one engine step ----------------------------------------------------------------------
+
+    def bind(self, orders: StepOrders) -> None:
+        self._orders = orders
+        self._failed_blocks.update(orders.failed_blocks)
+        for record_id in orders.freed:
+            self._records.pop(record_id, None)
+            self._open.pop(record_id, None)
+        for name, answer in (*orders.reports, *orders.replies):
+            self._file_answer(name, answer)
+        if self.is_attached:
+            self._arm_captures(orders)
+
+    def run_jobs(self) -> None:
+        """Run this step's load jobs, each before the forward that attends to its KV."""
+        jobs, self._orders = self._orders.jobs, replace(self._orders, jobs=())
+        for job in jobs:
+            try:
+                self._facts[job.request_id] = self._run_job(job)
+            except Exception:
+                # The KV promised for these blocks is not there. vLLM fails the request, and the
+                # driver answers it again with reuse off.
+                logger.exception("recompute pass of request %s failed", job.request_id)
+                self._failed_blocks.update(job.block_ids[job.start // self._block_size :].tolist())
+
+    def collect(self) -> StepFacts | None:
+        """Facts of the step that just ran; None if there is nothing to tell."""
+        completed: dict[int, AttentionProfile | None] = {}
+        for record_id, sink in list(self._open.items()):
+            if sink.is_complete:
+                completed[record_id] = self._finish(sink)
+                self._records[record_id] = self._open.pop(record_id)
+        self._session.disarm()
+        facts = StepFacts(completed, frozenset(self._broken), self._facts)
+        self._facts, self._broken = {}, set()
+        return facts if facts else None
+
+    def take_failed_blocks(self) -> set[int]:
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return blocks
+
+    def take_answer(self, name: str) -> Mapping[str, Any] | None:
+        return self._answers.pop(name, None)
+
+    def stats(self) -> dict[str, int]:
+        """Payload held by this rank, for `check()` against the scheduler side's books."""
+        return {
+            "num_records": len(self._records),
+            "num_open": len(self._open),
+            "num_bytes": sum(sink.kv.nbytes for sink in self._records.values()),
+        }
+
+    # --- captures -----------------------------------------------------------------------------
+
+    def _arm_captures(self, orders: StepOrders) -> None:
+        try:
+            for record in orders.new_records:
+                self._open[record.record_id] = self._new_record_sink(record)
+            self._session.arm(
+                [
+                    (self._sink_of(target), target)
+                    for target in orders.captures
+                    if isinstance(target.sink, str) or target.sink in self._open
+                ]
+            )
+        except Exception:
+            logger.exception("nothing is captured in this step")
+            self._session.disarm()
+            self._broken.update(record.record_id for record in orders.new_records)
+
+    def _new_record_sink(self, record: NewRecord) -> Sink:
+        layers = {index: index for index in range(len(self._layers))}
+        sink = self._new_sink(record.num_tokens, layers)
+        head = self._layers[0]
+        shape = (len(self._session.profile_layers), record.num_tokens, head.num_heads, head.head_size)
+        sink.queries = torch.empty(shape, dtype=sink.kv.dtype, device=self._runner.device)
+        sink.spec, sink.start = record, record.start
+        return sink
+
+    def _new_sink(self, num_tokens: int, layers: dict[int, int]) -> Sink:
+        head = self._layers[0]
+        shape = (len(layers), 2, num_tokens, head.num_kv_heads, head.head_size)
+        kv = torch.empty(shape, dtype=self._runner.model_config.dtype)
+        return Sink(kv, layers, np.zeros(num_tokens, dtype=bool))
+
+    def _sink_of(self, target: CaptureTarget) -> Sink:
+        if isinstance(target.sink, int):
+            return self._open[target.sink]
+        if target.sink not in self._leads:
+            lead = self._new_sink(target.num_sink_tokens, self._session.profile_layers)
+            self._leads[target.sink] = lead
+            while len(self._leads) > MAX_LEADS:
+                self._leads.popitem(last=False)
+        self._leads.move_to_end(target.sink)
+        return self._leads[target.sink]
+
+    def _finish(self, sink: Sink) -> AttentionProfile | None:
+        try:
+            return self._measure(sink)
+        except Exception:
+            # A record without a profile is still right; the planner trusts it less.
+            logger.exception("attention profile failed")
+            return None
+        finally:
+            sink.queries, sink.spec = None, None
+
+    def _measure(self, sink: Sink) -> AttentionProfile | None:
+        spec, queries = sink.spec, sink.queries
+        if spec is None or queries is None:
+            return None
+        before = [
+            (index, chunk)
+            for index, chunk in zip(spec.prefix_index, spec.context, strict=True)
+            if self._holder(chunk.record_id) is not None
+        ]
+        lead = self._leads.get(spec.lead)
+        lead = lead if lead is not None and lead.is_complete else None
+        bounds, position = [], len(lead.filled) if lead else 0
+        for _, chunk in before:
+            bounds.append((position, position + len(chunk.span)))
+            position += len(chunk.span)
+        positions = [range(len(lead.filled))] if lead else []
+        positions += [chunk.span.positions() for _, chunk in before]
+        positions.append(range(spec.start, spec.start + spec.num_tokens))
+        key_positions = torch.tensor([p for span in positions for p in span])
+        inputs = []
+        for layer, place in self._session.profile_layers.items():
+            keys = [lead.kv[lead.layers[layer], 0]] if lead else []
+            keys += [self._keys_at(chunk.record_id, chunk.span, layer) for _, chunk in before]
+            keys.append(sink.kv[layer, 0])
+            inputs.append(
+                LayerInputs(self._layers[layer], queries[place], torch.cat(keys), key_positions)
+            )
+        return measure_profile(
+            inputs, bounds, [index for index, _ in before], spec.num_prefix_chunks
+        )
+
+    def _holder(self, record_id: int) -> Sink | None:
+        return self._records.get(record_id) or self._open.get(record_id)
+
+    def _keys_at(self, record_id: int, span: Span, layer: int) -> torch.Tensor:
+        """A record's keys on one layer, moved to `span`."""
+        sink = self._holder(record_id)
+        assert sink is not None
+        start, keys = sink.start, sink.kv[layer, 0]
+        if start == span.start:
+            return keys
+        table = self._layers[layer].rotary
+        old = torch.arange(start, start + len(span))
+        return move_keys(table, keys, turn_between(table, old, old + (span.start - start)))
+
+    # --- load jobs ----------------------------------------------------------------------------
+
+    def _run_job(self, job: LoadJob) -> JobFacts:
+        began = time.perf_counter()
+        failed = np.array([not self._can_load(load) for load in job.loads], dtype=bool)
+        failed = compat.agree_on_failures(failed, self._tensor_parallel_size)
+        loads = [load for load, bad in zip(job.loads, failed, strict=True) if not bad]
+        missing = [load for load, bad in zip(job.loads, failed, strict=True) if bad]
+        loaded_bytes = self._load(job, loads) if loads else 0
+        loaded = time.perf_counter()
+        runs = merge_spans([*job.recompute, *(load.span for load in missing)])
+        self._recompute(job, [run.clip(job.start, run.end) for run in runs])
+        return JobFacts(
+            load_s=loaded - began,
+            recompute_s=time.perf_counter() - loaded,
+            loaded_bytes=loaded_bytes,
+            failed_records=tuple(load.record_id for load in missing),
+            num_tokens_repaired=sum(len(load.span) for load in missing),
+        )
+
+    def _can_load(self, load: Load) -> bool:
+        sink = self._records.get(load.record_id)
+        return sink is not None and len(sink.filled) >= load.record_offset + len(load.span)
+
+    def _load(self, job: LoadJob, loads: Sequence[Load]) -> int:
+        """Write the loaded keys, moved, and values into the request's blocks, layer by layer."""
+        device = self._runner.device
+        parts, spans = [], []
+        for load in loads:
+            offset, stop = load.record_offset, load.record_offset + len(load.span)
+            record = self._records[load.record_id]
+            parts.append(record.kv[:, :, offset:stop])
+            spans.append((record.start + offset, load.span.start, len(load.span)))
+        slots = np.concatenate([slots_of(job.block_ids, self._block_size, x.span) for x in loads])
+        slot_tensor = torch.from_numpy(slots).to(device)
+        turns: dict[int, Turn] = {}
+        for index, layer in enumerate(self._layers):
+            key = torch.cat([part[index, 0] for part in parts]).to(device, non_blocking=True)
+            value = torch.cat([part[index, 1] for part in parts]).to(device, non_blocking=True)
+            table = layer.rotary
+            turn = turns.get(id(table.cos_sin))
+            if turn is None:
+                turn = turns[id(table.cos_sin)] = _turn(table, spans, device)
+            layer.write(move_keys(table, key, turn), value, slot_tensor)
+        return sum(part.nbytes for part in parts)
+
+    def _recompute(self, job: LoadJob, runs: Sequence[Span]) -> None:
+        limits = compat.pass_limits(self._runner)
+        runs = [run for run in runs if len(run)]
+        for piece in cut_runs(runs, limits.max_tokens, limits.max_sequences):
+            positions = np.concatenate([np.arange(run.start, run.end) for run in piece])
+            slots = np.concatenate([slots_of(job.block_ids, self._block_size, r) for r in piece])
+            compat.run_recompute_pass(
+                self._runner, piece, job.token_ids[positions], job.block_ids, slots
+            )
+
+    def _file_answer(self, name: str, answer: Mapping[str, Any]) -> None:
+        self._answers[name] = answer
+        while len(self._answers) > MAX_ANSWERS:
+            self._answers.popitem(last=False)
+
+
+def _turn(
+    table: RotaryTable, spans: Sequence[tuple[int, int, int]], device: torch.device
+) -> Turn:
+    """The moves of all loaded tokens: (old start, new start, number of tokens) per load."""
+    old = np.concatenate([np.arange(start, start + count) for start, _, count in spans])
+    new = np.concatenate([np.arange(start, start + count) for _, start, count in spans])
+    return turn_between(table, torch.from_numpy(old).to(device), torch.from_numpy(new).to(device))

@@ -1,0 +1,236 @@
+"""What the host store adds to the contract: the exact budget, eviction order, variant limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from cachecraft_rag.chunks import ChunkKey, DocumentRef, RecordMeta
+from cachecraft_rag.errors import ConfigurationError
+from cachecraft_rag.store import HostChunkStore, Refusal
+
+
+def meta_of(
+    store: HostChunkStore, key: str, prefix: str = "p", *, size_bytes: int = 10, exact: bool = True
+) -> RecordMeta:
+    return RecordMeta(
+        record_id=store.next_record_id(),
+        key=ChunkKey(key),
+        tenant="a",
+        num_tokens=4,
+        start=0,
+        size_bytes=size_bytes,
+        prefix_hash=prefix,
+        prefix_is_exact=exact,
+    )
+
+
+def put(store: HostChunkStore, key: str, prefix: str = "p", **fields: int | bool) -> RecordMeta:
+    meta = meta_of(store, key, prefix, **fields)  # type: ignore[arg-type]
+    assert store.reserve(meta).accepted
+    assert store.commit(meta.record_id, None)
+    return meta
+
+
+def assert_holds(store: HostChunkStore, *expected: RecordMeta) -> None:
+    for meta in expected:
+        assert meta in store.variants("a", meta.key)
+    assert store.stats().num_records == len(expected)
+    assert store.check() == []
+
+
+def assert_refused(store: HostChunkStore, meta: RecordMeta, reason: Refusal) -> None:
+    assert store.reserve(meta).reason == reason
+    assert store.check() == []
+
+
+def assert_evicted(store: HostChunkStore, *expected: RecordMeta) -> None:
+    assert store.drain_freed() == tuple(meta.record_id for meta in expected)
+    assert store.stats().num_evictions == len(expected)
+
+
+@pytest.mark.parametrize(("budget_bytes", "max_variants"), [(-1, 2), (10, 0)])
+def test_senseless_limits_are_refused(budget_bytes: int, max_variants: int) -> None:
+    """A store that could hold nothing by mistake is a configuration error."""
+    with pytest.raises(ConfigurationError):
+        HostChunkStore(budget_bytes, max_variants)
+
+
+def test_the_budget_is_used_to_the_last_byte() -> None:
+    """Records that add up to the budget all fit, one byte more evicts."""
+    store = HostChunkStore(30, 2)
+    first, second, third = (put(store, key) for key in "xyz")
+    assert_holds(store, first, second, third)
+    small = put(store, "w", size_bytes=1)
+    assert_holds(store, second, third, small)
+    assert_evicted(store, first)
+
+
+def test_a_record_as_large_as_the_budget_takes_all_of_it() -> None:
+    """Every other record gives way, but nothing gives way to a record that can never fit."""
+    store = HostChunkStore(30, 2)
+    old = [put(store, key) for key in "xyz"]
+    assert_refused(store, meta_of(store, "big", size_bytes=31), Refusal.TOO_LARGE)
+    assert_holds(store, *old)
+    big = put(store, "big", size_bytes=30)
+    assert_holds(store, big)
+    assert_evicted(store, *old)
+
+
+def test_reservations_count_against_the_budget() -> None:
+    """Payload on its way is memory already: it is neither given twice nor evicted."""
+    store = HostChunkStore(30, 2)
+    assert store.reserve(meta_of(store, "x", size_bytes=25)).accepted
+    assert_refused(store, meta_of(store, "y"), Refusal.NO_ROOM)
+
+
+def test_doomed_records_count_against_the_budget() -> None:
+    """An invalidated record that a request still reads holds its bytes until the unpin."""
+    store = HostChunkStore(10, 2)
+    old = put(store, "x")
+    store.register("a", old.key, DocumentRef("doc"))
+    store.pin(old.record_id, "request")
+    store.invalidate("a", "doc")
+    assert_refused(store, meta_of(store, "y"), Refusal.NO_ROOM)
+    store.unpin("request")
+    assert_holds(store, put(store, "y"))
+
+
+def test_touch_decides_who_is_evicted_and_lookups_do_not() -> None:
+    """Only a use is a use: being looked at keeps nobody alive."""
+    store = HostChunkStore(20, 2)
+    first, second = put(store, "x"), put(store, "y")
+    store.touch(first.record_id)
+    store.variants("a", second.key)
+    third = put(store, "z")
+    assert_holds(store, first, third)
+    assert_evicted(store, second)
+
+
+def test_pinned_records_are_passed_over() -> None:
+    """The oldest record stays while it is pinned, and a refusal evicts nothing."""
+    store = HostChunkStore(20, 2)
+    first, second = put(store, "x"), put(store, "y")
+    store.pin(first.record_id, "request")
+    assert_refused(store, meta_of(store, "w", size_bytes=11), Refusal.NO_ROOM)
+    assert_holds(store, first, second)
+    third = put(store, "z")
+    assert_holds(store, first, third)
+    assert_evicted(store, second)
+
+
+def test_a_pin_counts_as_a_use_until_it_ends() -> None:
+    """A record that was just read is the last to be evicted."""
+    store = HostChunkStore(20, 2)
+    first, second = put(store, "x"), put(store, "y")
+    store.pin(first.record_id, "request")
+    store.unpin("request")
+    third = put(store, "z")
+    assert_holds(store, first, third)
+    assert_evicted(store, second)
+
+
+@pytest.mark.parametrize(("old_exact", "new_exact"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_second_variant_behind_the_same_prefix_is_refused(
+    old_exact: bool, new_exact: bool, committed: bool
+) -> None:
+    """It would hold the same KV, or worse KV, whether the first is ready or on its way."""
+    store = HostChunkStore(100, 2)
+    old = meta_of(store, "x", exact=old_exact)
+    store.reserve(old)
+    if committed:
+        store.commit(old.record_id, None)
+    assert_refused(store, meta_of(store, "x", exact=new_exact), Refusal.DUPLICATE)
+
+
+def test_an_exact_variant_replaces_an_inexact_one_when_it_is_committed() -> None:
+    """The old one serves until the new one is complete; no third one joins meanwhile."""
+    store = HostChunkStore(100, 1)
+    old, new = put(store, "x", exact=False), meta_of(store, "x")
+    assert store.reserve(new).accepted
+    assert_holds(store, old)
+    assert_refused(store, meta_of(store, "x"), Refusal.DUPLICATE)
+    assert store.commit(new.record_id, None)
+    assert_holds(store, new)
+    assert store.drain_freed() == (old.record_id,)
+
+
+def test_an_abandoned_replacement_leaves_the_old_variant() -> None:
+    """Nothing is lost when the better variant does not come."""
+    store = HostChunkStore(100, 1)
+    old, new = put(store, "x", exact=False), meta_of(store, "x")
+    store.reserve(new)
+    store.abandon(new.record_id)
+    assert_holds(store, old)
+
+
+def test_a_replaced_reservation_is_not_committed() -> None:
+    """An inexact payload that arrives after its better is dropped."""
+    store = HostChunkStore(100, 2)
+    old, new = meta_of(store, "x", exact=False), meta_of(store, "x")
+    assert store.reserve(old).accepted
+    assert store.reserve(new).accepted
+    assert store.commit(new.record_id, None)
+    assert store.commit(old.record_id, None) is False
+    assert_holds(store, new)
+    assert store.drain_freed() == (old.record_id,)
+
+
+def test_a_pinned_variant_that_is_replaced_stays_until_it_is_unpinned() -> None:
+    """A request may finish on the inexact payload that it planned with."""
+    store = HostChunkStore(100, 1)
+    old = put(store, "x", exact=False)
+    store.pin(old.record_id, "request")
+    new = put(store, "x")
+    assert_holds(store, new)
+    assert store.drain_freed() == ()
+    store.unpin("request")
+    assert store.drain_freed() == (old.record_id,)
+
+
+def test_variants_beyond_the_limit_are_refused() -> None:
+    """Reserved variants count; other chunks do not."""
+    store = HostChunkStore(100, 2)
+    first = put(store, "x", "p1")
+    assert store.reserve(meta_of(store, "x", "p2")).accepted
+    assert_refused(store, meta_of(store, "x", "p3"), Refusal.VARIANT_LIMIT)
+    assert_holds(store, first, put(store, "y", "p3"))
+
+
+def test_at_the_limit_an_exact_variant_evicts_the_oldest_inexact_one() -> None:
+    """Exact KV is worth more; an inexact newcomer gets nothing."""
+    store = HostChunkStore(100, 2)
+    first, second = put(store, "x", "p1", exact=False), put(store, "x", "p2", exact=False)
+    assert_refused(store, meta_of(store, "x", "p3", exact=False), Refusal.VARIANT_LIMIT)
+    third = put(store, "x", "p3")
+    assert_holds(store, second, third)
+    assert_evicted(store, first)
+
+
+def test_at_the_limit_a_pinned_inexact_variant_does_not_give_way() -> None:
+    """Nor does one whose replacement is on its way: its prefix would stay occupied."""
+    store = HostChunkStore(100, 1)
+    old = put(store, "x", "p1", exact=False)
+    store.pin(old.record_id, "request")
+    assert_refused(store, meta_of(store, "x", "p2"), Refusal.VARIANT_LIMIT)
+    store.unpin("request")
+    assert store.reserve(meta_of(store, "x", "p1")).accepted
+    assert_refused(store, meta_of(store, "x", "p2"), Refusal.VARIANT_LIMIT)
+    assert_holds(store, old)
+
+
+def test_stats_add_up() -> None:
+    """Each figure speaks of its own state, and bytes of all states together."""
+    store = HostChunkStore(100, 2)
+    ready, doomed = put(store, "x"), put(store, "y", size_bytes=20)
+    store.reserve(meta_of(store, "z", size_bytes=30))
+    store.pin(ready.record_id, "request")
+    store.pin(doomed.record_id, "request")
+    store.discard(doomed.record_id)
+    store.variants("a", ready.key)
+    store.variants("a", doomed.key)
+    stats = store.stats()
+    assert (stats.num_records, stats.num_reserved, stats.num_doomed, stats.num_pinned) == (1, 1, 1, 2)
+    assert (stats.num_bytes, stats.budget_bytes) == (60, 100)
+    assert (stats.num_hits, stats.num_misses) == (1, 1)
+    assert (stats.tenants["a"].num_records, stats.tenants["a"].num_bytes) == (1, 60)
