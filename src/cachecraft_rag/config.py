@@ -61,9 +61,7 @@ class CacheCraftConfig:
 
     def __post_init__(self) -> None:
         if self.preset not in PRESET_ALPHAS:
-            raise ConfigurationError(
-                f"preset is {self.preset!r}: choose one of {', '.join(PRESET_ALPHAS)}"
-            )
+            raise ConfigurationError(f"preset is {self.preset!r}: choose one of {', '.join(PRESET_ALPHAS)}")
         if self.recompute_ratio is not None:
             check_ratio(self.recompute_ratio, ConfigurationError)
         for name in ("granularity", "max_variants_per_chunk", "num_profile_layers", "max_known_chunks"):
@@ -99,9 +97,7 @@ class CacheCraftConfig:
             if name not in types:
                 if name in _OTHER_VARIABLES:
                     continue
-                raise ConfigurationError(
-                    f"{variable} names no setting: known are {', '.join(sorted(types))}"
-                )
+                raise ConfigurationError(f"{variable} names no setting: known are {', '.join(sorted(types))}")
             values[name] = _parse(variable, raw, types[name])
         return cls(**values)  # type: ignore[arg-type]
 

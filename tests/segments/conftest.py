@@ -12,8 +12,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cachecraft_rag.chunks import Chunk, PromptLayout
+from cachecraft_rag.segments.known import KnownChunks
 from cachecraft_rag.segments.layout import build_layout
 from cachecraft_rag.segments.matcher import ChunkMatcher
+from cachecraft_rag.segments.render import render_chat
 from cachecraft_rag.segments.tokenize import SegmentTokenizer
 
 NAMESPACE = "test-model"
@@ -130,6 +132,11 @@ class Lab:
     def layout(self, text: str, *chunk_texts: str) -> PromptLayout:
         matches = ChunkMatcher(Chunk(t) for t in chunk_texts).find(text)
         return build_layout(text, matches, self.segments, NAMESPACE)
+
+    def chat_layout(self, messages: Sequence[dict[str, str]], *chunk_texts: str) -> PromptLayout:
+        prompt = render_chat(self.tokenizer, messages)
+        matches = KnownChunks(1).find("tenant", prompt, [Chunk(t) for t in chunk_texts])
+        return build_layout(prompt.text, matches, self.segments, NAMESPACE)
 
     def assert_decodes_to(self, layout: PromptLayout, text: str) -> None:
         """The ids decode to `text`, behind the BOS that the tokenizer asks for."""

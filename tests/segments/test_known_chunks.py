@@ -7,6 +7,7 @@ import pytest
 from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.segments.known import KnownChunks
+from cachecraft_rag.segments.prompt import PromptText
 
 PROMPT = "alpha beta gamma delta"
 
@@ -18,7 +19,7 @@ def known(*chunks: Chunk, max_chunks: int = 10, tenant: str = "t") -> KnownChunk
 
 
 def found(memory: KnownChunks, *extra: Chunk, tenant: str = "t") -> list[tuple[str, str | None]]:
-    matches = memory.find(tenant, PROMPT, extra)
+    matches = memory.find(tenant, PromptText.plain(PROMPT), extra)
     return [(PROMPT[match.start : match.end], match.chunk.doc_id) for match in matches]
 
 
@@ -26,6 +27,16 @@ def test_finds_remembered_chunks() -> None:
     """What was added once is found in a later prompt without being given."""
     memory = known(Chunk("beta", doc_id="b"), Chunk(" alpha\n", doc_id="a"))
     assert found(memory) == [("alpha", "a"), ("beta", "b")]
+
+
+def test_finds_chunks_inside_the_content_spans_only() -> None:
+    """Neither outside of a span nor across its edge; positions are those of the whole prompt."""
+    memory = known(Chunk("alpha"), Chunk("beta"), Chunk("gamma"), Chunk("ma delta"))
+    matches = memory.find("t", PromptText(PROMPT, ((6, 14), (14, 22))), [Chunk("a g")])
+    assert [(match.start, match.end, match.chunk.text) for match in matches] == [
+        (6, 10, "beta"),
+        (14, 22, "ma delta"),
+    ]
 
 
 def test_a_tenant_sees_only_its_own_chunks() -> None:
@@ -41,7 +52,7 @@ def test_given_chunks_win_and_are_not_remembered() -> None:
     """A chunk of the call names the match, in this call alone."""
     memory = known(Chunk("alpha", doc_id="old", version="1"))
     given = Chunk("alpha", doc_id="new", version="2")
-    assert memory.find("t", PROMPT, [given])[0].chunk is given
+    assert memory.find("t", PromptText.plain(PROMPT), [given])[0].chunk is given
     assert found(memory, Chunk("delta", doc_id="d"), tenant="unknown") == [("delta", "d")]
     assert found(memory) == [("alpha", "old")]
 
@@ -55,7 +66,7 @@ def test_a_longer_remembered_chunk_wins_over_a_given_one() -> None:
 def test_a_new_version_replaces_the_old_one() -> None:
     """The same text of the same document is one chunk, with the version added last."""
     memory = known(Chunk("alpha", doc_id="a", version="1"), Chunk("alpha", doc_id="a", version="2"))
-    assert [match.chunk.version for match in memory.find("t", PROMPT)] == ["2"]
+    assert [match.chunk.version for match in memory.find("t", PromptText.plain(PROMPT))] == ["2"]
     assert len(memory) == 1
 
 
@@ -65,6 +76,9 @@ def test_the_document_added_last_names_a_shared_text() -> None:
     memory = known(first, second)
     assert found(memory) == [("alpha", "2")]
     memory.add("t", [first])
+    assert found(memory) == [("alpha", "1")]
+    memory.add("t", [Chunk("alpha", doc_id="3")])
+    memory.forget("t", "3")
     assert found(memory) == [("alpha", "1")]
 
 
@@ -141,7 +155,7 @@ def test_threads_may_add_find_and_forget_at_once() -> None:
 
     def work(n: int) -> None:
         memory.add("t", [Chunk(f"alpha{n % 5}", doc_id=str(n % 3)), Chunk("beta", doc_id=str(n % 4))])
-        memory.find("t", f"{PROMPT} alpha{n % 7}")
+        memory.find("t", PromptText.plain(f"{PROMPT} alpha{n % 7}"))
         memory.forget("t", str(n % 2))
 
     with ThreadPoolExecutor(8) as pool:

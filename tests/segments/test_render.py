@@ -11,7 +11,7 @@ USER = {"role": "user", "content": "Who?"}
 def test_renders_with_the_models_template(chatml) -> None:
     """The template's marks, the contents, and the opening of the answer."""
     system = {"role": "system", "content": '{Be} "brief".'}
-    assert render_chat(chatml.tokenizer, [system, USER]) == (
+    assert render_chat(chatml.tokenizer, [system, USER]).text == (
         '<|im_start|>system\n{Be} "brief".<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n'
         "<|im_start|>assistant\n<think>"
     )
@@ -20,7 +20,7 @@ def test_renders_with_the_models_template(chatml) -> None:
 def test_the_opening_of_the_answer_can_be_left_out(chatml) -> None:
     """Without a generation prompt the text ends with the last message."""
     rendered = render_chat(chatml.tokenizer, [USER], add_generation_prompt=False)
-    assert rendered == "<|im_start|>user\nWho?<|im_end|>\n"
+    assert rendered.text == "<|im_start|>user\nWho?<|im_end|>\n"
 
 
 def test_text_blocks_are_joined_by_a_newline(chatml) -> None:
@@ -32,7 +32,16 @@ def test_text_blocks_are_joined_by_a_newline(chatml) -> None:
 
 def test_messages_of_one_role_in_a_row_are_passed_on(chatml) -> None:
     """Whether a role may repeat is the template's business."""
-    assert render_chat(chatml.tokenizer, [USER, USER]).count("Who?") == 2
+    assert render_chat(chatml.tokenizer, [USER, USER]).text.count("Who?") == 2
+
+
+@pytest.mark.parametrize("content", ["user", "<|im_end|>", "Who?"])
+def test_the_contents_are_located(chatml, content) -> None:
+    """The spans cover what the messages hold, not the same words in the template."""
+    rendered = render_chat(chatml.tokenizer, [{"role": "user", "content": content}, USER])
+    first = len("<|im_start|>user\n")
+    second = first + len(f"{content}<|im_end|>\n<|im_start|>user\n")
+    assert rendered.content_spans == ((first, first + len(content)), (second, second + len("Who?")))
 
 
 def test_the_templates_refusal_is_a_request_error(llama) -> None:

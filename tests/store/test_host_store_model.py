@@ -7,7 +7,7 @@ import itertools
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, invariant, multiple, rule
 
 from cachecraft_rag.chunks import ChunkKey, DocumentRef, RecordMeta
 from cachecraft_rag.errors import StoreError
@@ -16,12 +16,24 @@ from cachecraft_rag.store import HostChunkStore, Refusal
 BUDGET_BYTES = 20
 MAX_VARIANTS = 2
 
-tenants = st.sampled_from(["a", "b"])
-keys = st.sampled_from([ChunkKey("k1"), ChunkKey("k2"), ChunkKey("k3")])
+tenants = st.sampled_from(["a", "a", "a", "b"])
+keys = st.sampled_from([ChunkKey("k1"), ChunkKey("k1"), ChunkKey("k2"), ChunkKey("k3")])
 doc_ids = st.sampled_from(["d1", "d2"])
 versions = st.sampled_from([None, "v1", "v2"])
 documents = st.builds(DocumentRef, doc_ids, versions)
 owners = st.sampled_from(["r1", "r2"])
+drafts = st.builds(
+    RecordMeta,
+    record_id=st.just(-1),
+    key=keys,
+    tenant=tenants,
+    num_tokens=st.just(4),
+    start=st.just(0),
+    size_bytes=st.integers(1, 5) | st.integers(1, BUDGET_BYTES + 1),
+    prefix_hash=st.sampled_from(["p1", "p2", "p3"]),
+    prefix_is_exact=st.booleans(),
+    document=st.none() | documents,
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -168,50 +180,40 @@ class HostStoreMachine(RuleBasedStateMachine):
         self.drained: list[int] = []
         self.generations: dict[tuple[str, str | None], int] = {}
 
-    @rule(
-        target=plans,
-        tenant=tenants,
-        key=keys,
-        size_bytes=st.integers(1, BUDGET_BYTES + 1) | st.integers(1, 4),
-        prefix=st.sampled_from(["p1", "p2", "p3"]),
-        exact=st.booleans(),
-        document=st.none() | documents,
-        reserve=st.booleans(),
-        commit=st.booleans(),
-    )
-    def plan(
-        self,
-        tenant: str,
-        key: ChunkKey,
-        size_bytes: int,
-        prefix: str,
-        exact: bool,
-        document: DocumentRef | None,
-        reserve: bool,
-        commit: bool,
-    ) -> RecordMeta:
-        generation = self.store.generation(tenant, document.doc_id if document else None)
-        meta = RecordMeta(
+    @rule(target=plans, draft=drafts)
+    def plan(self, draft: RecordMeta) -> RecordMeta:
+        return self.plan_of(draft)
+
+    def plan_of(self, draft: RecordMeta) -> RecordMeta:
+        doc_id = draft.document.doc_id if draft.document else None
+        meta = dataclasses.replace(
+            draft,
             record_id=self.store.next_record_id(),
-            key=key,
-            tenant=tenant,
-            num_tokens=4,
-            start=0,
-            size_bytes=size_bytes,
-            prefix_hash=prefix,
-            prefix_is_exact=exact,
-            document=document,
-            generation=generation,
+            generation=self.store.generation(draft.tenant, doc_id),
         )
-        self.stamps[meta.record_id] = self.model.stamp(tenant, document)
-        if reserve:
-            self.reserve(meta)
-            if commit:
-                self.commit(meta)
+        self.stamps[meta.record_id] = self.model.stamp(meta.tenant, meta.document)
         return meta
+
+    @rule(target=plans, draft=drafts)
+    def plan_and_reserve(self, draft: RecordMeta) -> RecordMeta:
+        meta = self.plan_of(draft)
+        self.reserve_of(meta)
+        return meta
+
+    @rule(target=plans, batch=st.lists(drafts, min_size=1, max_size=4))
+    def store_some(self, batch: list[RecordMeta]) -> MultipleResults[RecordMeta]:
+        metas = [self.plan_of(draft) for draft in batch]
+        for meta in metas:
+            self.reserve_of(meta)
+        for meta in metas:
+            self.commit_of(meta)
+        return multiple(*metas)
 
     @rule(meta=plans)
     def reserve(self, meta: RecordMeta) -> None:
+        self.reserve_of(meta)
+
+    def reserve_of(self, meta: RecordMeta) -> None:
         if meta.record_id in self.accepted:
             return
         expected = self.model.refusal(meta, self.stamps[meta.record_id])
@@ -224,6 +226,9 @@ class HostStoreMachine(RuleBasedStateMachine):
 
     @rule(meta=plans)
     def commit(self, meta: RecordMeta) -> None:
+        self.commit_of(meta)
+
+    def commit_of(self, meta: RecordMeta) -> None:
         held = self.model.get(meta.record_id)
         answer = self.store.commit(meta.record_id, None)
         if held is None or held.ready:
@@ -372,5 +377,5 @@ class HostStoreMachine(RuleBasedStateMachine):
         assert self.store.check() == []
 
 
-HostStoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+HostStoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestHostStoreMachine = HostStoreMachine.TestCase

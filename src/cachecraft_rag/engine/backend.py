@@ -25,7 +25,6 @@ class BackendRequest:
     token_ids: tuple[int, ...]
     sampling: SamplingOptions
     cache_salt: str
-    read_prefix_cache: bool = True
     params: Mapping[str, Any] | None = None
 
 

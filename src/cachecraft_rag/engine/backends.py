@@ -31,6 +31,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
 
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine.backend import Backend, BackendOutput, BackendRequest
@@ -44,10 +45,12 @@ T = TypeVar("T")
 # compiling takes 50 s of start-up where eager takes 12 s.
 _CPU_DEFAULTS: Mapping[str, Any] = {"enforce_eager": True, "block_size": 32}
 _CPU_KV_BYTES = 2 * 1024**3
+_SHUTDOWN_TIMEOUT_S = 20.0
+_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 def make_vllm_config(
-    model: str, engine_args: Mapping[str, Any], config: CacheCraftConfig
+    model: str, engine_args: Mapping[str, Any], config: CacheCraftConfig, *, in_process: bool
 ) -> tuple[VllmConfig, str]:
     """vLLM's configuration and why our connector is not in it ("" if it is).
 
@@ -57,6 +60,8 @@ def make_vllm_config(
     Raises:
         ConfigurationError: an unknown engine argument.
     """
+    # A CPU's executor is chosen by it here; its value at the user's is meant for `LLM`, not for us.
+    os.environ[_MULTIPROCESSING] = "0" if in_process else "1"
     arguments = {**_defaults(engine_args), **engine_args, "model": model}
     plain = _engine_args(arguments).create_engine_config()
     reason = unsupported_reason(plain)
@@ -107,7 +112,9 @@ class AsyncBackend:
 
     async def shutdown(self) -> None:
         if self._llm is not None:
-            self._llm.shutdown()
+            self._llm.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
+            # Or it would end once more when it is collected, maybe after its modules are gone.
+            self._llm = None
 
     @property
     def _engine(self) -> AsyncLLM:
@@ -121,6 +128,7 @@ class InProcessBackend:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
+        self._engine: LLMEngine | None = None
         self._owner = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-vllm")
         self._queues: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._pump: asyncio.Task[None] | None = None
@@ -134,10 +142,11 @@ class InProcessBackend:
         return self._llm.get_tokenizer()
 
     async def start(self) -> None:
-        # CPU workers read it as well: without it vLLM would put the worker into another process.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        make = LLMEngine.from_vllm_config
-        self._llm = await self._call(lambda: make(self._vllm_config, disable_log_stats=True))
+        config = self._vllm_config
+        executor = Executor.get_class(config)
+        self._engine = await self._call(
+            lambda: LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
+        )
 
     async def generate(self, request: BackendRequest) -> AsyncGenerator[BackendOutput, None]:
         queue = self._queues[request.request_id] = asyncio.Queue()
@@ -154,7 +163,7 @@ class InProcessBackend:
         except Exception as error:
             raise _translated(error) from error
         finally:
-            del self._queues[request.request_id]
+            self._queues.pop(request.request_id, None)
             await self._call(lambda: self._llm.abort_request([request.request_id]))
 
     async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
@@ -166,11 +175,19 @@ class InProcessBackend:
         await self._call(lambda: self._llm.engine_core.add_request(_control_request(message)))
 
     async def shutdown(self) -> None:
+        self._queues.clear()
         if self._pump is not None:
-            self._pump.cancel()
-        if hasattr(self, "_llm"):
-            await self._call(self._llm.engine_core.shutdown)
+            await self._pump
+        # Not on the owner's thread: at the end of the program an executor takes no more work.
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
         self._owner.shutdown(wait=False)
+
+    @property
+    def _llm(self) -> LLMEngine:
+        if self._engine is None:
+            raise EngineError("vLLM is not started")
+        return self._engine
 
     def _add(self, request: BackendRequest) -> None:
         self._llm.add_request(request.request_id, _prompt(request), _sampling_params(request))
@@ -227,7 +244,6 @@ def _sampling_params(request: BackendRequest) -> SamplingParams:
     return SamplingParams(
         **{**options, "stop": list(request.sampling.stop)},
         output_kind=RequestOutputKind.DELTA,
-        skip_reading_prefix_cache=not request.read_prefix_cache,
         extra_args={"kv_transfer_params": dict(request.params)} if request.params else None,
     )
 

@@ -149,9 +149,9 @@ class CacheCraftEngine(EngineLifecycle):
         namespace, encode = running.tenant_namespace(tenant), running.segment_tokenizer.encode_chunk
         keys = [chunk_key(namespace, encode(text)) for c in named if (text := c.text.strip())]
         self._known.forget(tenant, doc_id)
-        dropped = self._control("replace", doc_id=doc_id, version=version, tenant=tenant, keys=keys)
+        dropped = self._drop("replace", doc_id=doc_id, version=version, tenant=tenant, keys=keys)
         self._known.add(tenant, named)
-        return int(dropped or 0)
+        return dropped
 
     def invalidate(self, doc_id: str, version: str | None = None, *, tenant: str | None = None) -> int:
         """Drop a document, or one version of it. Once it returns, no new request uses its KV.
@@ -161,7 +161,7 @@ class CacheCraftEngine(EngineLifecycle):
         """
         tenant = self._tenant(tenant)
         self._known.forget(tenant, doc_id)
-        return int(self._control("invalidate", doc_id=doc_id, version=version, tenant=tenant) or 0)
+        return self._drop("invalidate", doc_id=doc_id, version=version, tenant=tenant)
 
     def purge(self, tenant: str | None = None) -> int:
         """Drop everything of one tenant; returns the number of stored records that were dropped."""
@@ -169,7 +169,7 @@ class CacheCraftEngine(EngineLifecycle):
         self._known.forget_tenant(tenant)
         if self._running is not None:
             self._running.segment_tokenizer.forget_chunks()
-        return int(self._control("purge", tenant=tenant) or 0)
+        return self._drop("purge", tenant=tenant)
 
     def stats(self) -> dict[str, Any]:
         """The store's figures, and under "engine" what this engine counted."""
@@ -188,14 +188,14 @@ class CacheCraftEngine(EngineLifecycle):
             return SelfTestResult(True, detail=f"skipped: {running.off.detail}")
         running.off = None
         result = run_self_test(self, running.dtype, self._config.min_chunk_tokens)
-        save_result(running.namespace, result)
+        save_result(running.self_test_key, result)
         _apply(result, running)
         return result
 
     def _test_once(self, running: RunningEngine) -> None:
         if not self._config.self_test or self._config.host_store_bytes == 0 or running.off is not None:
             return
-        remembered = load_result(running.namespace)
+        remembered = load_result(running.self_test_key)
         if remembered is not None:
             _apply(remembered, running)
             return
@@ -203,6 +203,13 @@ class CacheCraftEngine(EngineLifecycle):
             self.self_test()
         except CacheCraftError as error:
             _apply(SelfTestResult(False, detail=f"it did not finish: {error}"), running)
+
+    def _drop(self, action: str, *, tenant: str, **arguments: Any) -> int:
+        """Drop records of `tenant`, then its part of vLLM's prefix cache; the number of records."""
+        dropped = self._control(action, tenant=tenant, **arguments)
+        if self._running is not None:
+            self._running.forget_prefixes(tenant)
+        return int(dropped or 0)
 
     def _answer(self, call: Call) -> Completion:
         running = self._started()

@@ -126,6 +126,7 @@ class EngineLifecycle:
         self._live.backend, running = start_engine(self._settings, self._live.loop, self._known)
         self._running = running
         self._test_once(running)
+        running.counters.clear()
         self._is_ready = True
         return running
 
@@ -149,22 +150,7 @@ class EngineLifecycle:
 
 
 def _shut_down(live: _Live) -> None:
-    """End vLLM, then the loop, on which vLLM's own tasks live."""
+    """End vLLM and its loop."""
     if os.getpid() != live.owner_pid:
         return  # a forked child: the engine is its parent's
-    if live.loop.is_current_thread():
-        # Collected on the loop's own thread, which must not wait for itself.
-        live.loop.submit(_end(live))
-    elif live.backend is None:
-        live.loop.stop()
-    else:
-        try:
-            live.loop.run(live.backend.shutdown())
-        finally:
-            live.loop.stop()
-
-
-async def _end(live: _Live) -> None:
-    if live.backend is not None:
-        await live.backend.shutdown()
-    live.loop.stop()
+    live.loop.stop(live.backend.shutdown if live.backend else None)

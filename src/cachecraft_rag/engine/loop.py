@@ -10,13 +10,15 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
 from cachecraft_rag.errors import EngineClosedError
 
 T = TypeVar("T")
-_STOP_TIMEOUT_S = 10.0
+_CANCEL_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 40.0
 
 
 class EngineLoop:
@@ -27,6 +29,7 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._is_stopped = False
+        self._ours: weakref.WeakSet[Coroutine[Any, Any, Any]] = weakref.WeakSet()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run to the end and return the result, blocking only the calling thread.
@@ -81,21 +84,20 @@ class EngineLoop:
             if self._is_stopped:
                 coroutine.close()
                 raise _closed()
+            self._ours.add(coroutine)
             return asyncio.run_coroutine_threadsafe(coroutine, self._started())
 
-    def stop(self) -> None:
-        """Cancel what still runs and end the thread. Further calls do nothing."""
+    def stop(self, last: Callable[[], Coroutine[Any, Any, object]] | None = None) -> None:
+        """Cancel what was submitted, run `last`, and end the thread. Further calls do nothing."""
         with self._lock:
             loop, thread, self._is_stopped = self._loop, self._thread, True
             self._loop = None
         if loop is None or thread is None:
             return
-        loop.call_soon_threadsafe(_cancel_all_and_stop, loop)
+        asyncio.run_coroutine_threadsafe(self._finish(last), loop)
+        # On the loop's own thread, where a garbage-collected engine may end, there is no waiting.
         if thread is not threading.current_thread():
             thread.join(_STOP_TIMEOUT_S)
-
-    def is_current_thread(self) -> bool:
-        return threading.current_thread() is self._thread
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -106,6 +108,16 @@ class EngineLoop:
             )
             self._thread.start()
         return self._loop
+
+    async def _finish(self, last: Callable[[], Coroutine[Any, Any, object]] | None) -> None:
+        try:
+            # Only our own tasks: vLLM keeps some on this loop, which `last` ends in vLLM's own order.
+            await _cancel({task for task in asyncio.all_tasks() if task.get_coro() in self._ours})
+            if last is not None:
+                await last()
+            await _cancel(asyncio.all_tasks())
+        finally:
+            asyncio.get_running_loop().stop()
 
     def _close_soon(self, source: _Source[Any]) -> None:
         # Not waited for: a garbage-collected iterator may be closed on the loop's own thread.
@@ -141,9 +153,10 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _cancel_all_and_stop(loop: asyncio.AbstractEventLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel all but the current task, and wait until they have ended."""
+    others = tasks - {asyncio.current_task()}
+    for task in others:
         task.cancel()
-    done = asyncio.gather(*tasks, return_exceptions=True)
-    done.add_done_callback(lambda _: loop.stop())
+    if others:
+        await asyncio.wait(others, timeout=_CANCEL_TIMEOUT_S)

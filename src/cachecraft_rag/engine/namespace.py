@@ -41,6 +41,16 @@ def namespace_facts(vllm_config: Any, vllm_version: str) -> dict[str, Any]:
     }
 
 
+def self_test_facts(facts: Mapping[str, Any], vllm_config: Any, release: str) -> dict[str, Any]:
+    """What a self-test's result holds for: the same KV, computed by the same code and device."""
+    return {
+        **facts,
+        "release": release,
+        "device": vllm_config.device_config.device_type,
+        "enforce_eager": vllm_config.model_config.enforce_eager,
+    }
+
+
 def namespace_of(facts: Mapping[str, Any]) -> str:
     """Hash of the facts in canonical JSON, as 32 hex digits."""
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), default=str)
@@ -52,9 +62,10 @@ def tenant_namespace(namespace: str, tenant: str) -> str:
     return _hash(json.dumps([namespace, tenant]))
 
 
-def tenant_cache_salt(tenant: str) -> str:
-    """`cache_salt` of a tenant's requests: vLLM's prefix cache is a second store of its KV."""
-    return _hash(json.dumps(["cache_salt", tenant]))
+def tenant_cache_salt(tenant: str, part: str) -> str:
+    """`cache_salt` of one part of a tenant's requests: vLLM's prefix cache is a second store of KV, in
+    which no request finds anything of another salt."""
+    return _hash(json.dumps(["cache_salt", tenant, part]))
 
 
 def _hash(text: str) -> str:

@@ -26,7 +26,8 @@ class CallOptions:
         store: False leaves nothing behind, neither in the store nor in vLLM's prefix cache; what is
             stored already may still be reused.
         precision_critical: compute in full, whatever `reuse` says.
-        read_prefix_cache: False ignores vLLM's own prefix cache, for measuring.
+        read_prefix_cache: False keeps the request apart from vLLM's own prefix cache, for measuring:
+            it finds nothing there and leaves nothing that a later request finds.
 
     Raises:
         InvalidRequestError: a value breaks its rule.

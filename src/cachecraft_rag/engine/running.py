@@ -25,6 +25,7 @@ from cachecraft_rag.errors import EngineError, GenerationError, PromptTooLongErr
 from cachecraft_rag.events import ChunkReport, Reason, RequestDecision, ReuseReport
 from cachecraft_rag.segments.known import KnownChunks
 from cachecraft_rag.segments.layout import build_layout
+from cachecraft_rag.segments.prompt import PromptText
 from cachecraft_rag.segments.render import render_chat
 from cachecraft_rag.segments.tokenize import SegmentTokenizer
 from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ControlMessage, RequestSpec
@@ -91,6 +92,8 @@ class RunningEngine:
     `prepare` may be called from any thread; the coroutines belong to the engine's loop.
 
     Attributes:
+        namespace: of all its tenants together.
+        self_test_key: names what a self-test's result holds for.
         off: why nothing is reused by any request, None if reuse works.
         is_attached: whether our connector is inside vLLM.
     """
@@ -102,13 +105,16 @@ class RunningEngine:
         known: KnownChunks,
         namespace: str,
         *,
+        self_test_key: str,
         is_attached: bool,
         off: FullCompute | None,
     ) -> None:
         self.off = off
         self.is_attached = is_attached
         self.namespace = namespace
+        self.self_test_key = self_test_key
         self.counters: Counter[str] = Counter()
+        self._epochs: Counter[str] = Counter()
         self._backend = backend
         self._config = config
         self._known = known
@@ -130,6 +136,11 @@ class RunningEngine:
     def tenant_namespace(self, tenant: str) -> str:
         return tenant_namespace(self.namespace, tenant)
 
+    def forget_prefixes(self, tenant: str) -> None:
+        """Make what vLLM's own prefix cache holds of `tenant` unreachable: it cannot be searched for
+        one document, so the price is one full prefill of each later prompt's head."""
+        self._epochs[tenant] += 1
+
     def prepare(self, call: Call) -> Prepared:
         """Render, find the chunks, tokenise and route.
 
@@ -139,13 +150,13 @@ class RunningEngine:
         """
         options = call.options
         tenant = options.tenant or self._config.default_tenant
-        text = call.prompt if isinstance(call.prompt, str) else render_chat(self._tokenizer, call.prompt)
+        prompt = self._text_of(call.prompt)
         if options.store:
             self._known.add(tenant, call.chunks)
-        matches = self._known.find(tenant, text, call.chunks)
+        matches = self._known.find(tenant, prompt, call.chunks)
         namespace = self.tenant_namespace(tenant)
         encode_chunk = partial(self.segment_tokenizer.encode_chunk, remember=options.store)
-        layout = build_layout(text, matches, self.segment_tokenizer, namespace, remember=options.store)
+        layout = build_layout(prompt.text, matches, self.segment_tokenizer, namespace, remember=options.store)
         sampling = self._fit(layout.num_tokens, options.sampling)
         spec = make_spec(_new_id(), tenant, layout, options, self._config, self.off)
         return Prepared(
@@ -203,17 +214,21 @@ class RunningEngine:
             raise EngineError(f"{action!r} failed: {reply['error']}")
         return reply["result"]
 
+    def _text_of(self, prompt: str | Sequence[Message]) -> PromptText:
+        return PromptText.plain(prompt) if isinstance(prompt, str) else render_chat(self._tokenizer, prompt)
+
     def _request(
         self, spec: RequestSpec, layout: PromptLayout, sampling: SamplingOptions, options: CallOptions
     ) -> BackendRequest:
-        # A salt of its own hides what a no-store request leaves in vLLM's prefix cache.
-        salt = spec.tenant if options.store else f"{spec.tenant}/{spec.request_id}"
+        # A salt of its own keeps the request apart from vLLM's prefix cache, both ways. vLLM's
+        # `skip_reading_prefix_cache` would still leave its blocks there for others.
+        is_shared = options.store and options.read_prefix_cache
+        part = str(self._epochs[spec.tenant]) if is_shared else spec.request_id
         return BackendRequest(
             request_id=spec.request_id,
             token_ids=layout.token_ids,
             sampling=sampling,
-            cache_salt=tenant_cache_salt(salt),
-            read_prefix_cache=options.read_prefix_cache,
+            cache_salt=tenant_cache_salt(spec.tenant, part),
             params=spec.to_params() if self.is_attached else None,
         )
 

@@ -73,7 +73,7 @@ class Testee(Protocol):
 
 
 def run_self_test(engine: Testee, dtype: str, min_chunk_tokens: int) -> SelfTestResult:
-    """Measure both invariants; takes six short requests and leaves nothing behind."""
+    """Measure both invariants; takes seven short requests and leaves nothing behind."""
     num_words = max(_NUM_WORDS, min_chunk_tokens)
     needed = (_NUM_CHUNKS * num_words + len(_SYSTEM)) * _MOST_TOKENS_PER_WORD
     if engine.max_model_len < needed:
@@ -85,17 +85,17 @@ def run_self_test(engine: Testee, dtype: str, min_chunk_tokens: int) -> SelfTest
         trial.clean()
 
 
-def load_result(namespace: str) -> SelfTestResult | None:
+def load_result(key: str) -> SelfTestResult | None:
     """The remembered result of an earlier process; None if there is none that can be read."""
     try:
-        return SelfTestResult(**json.loads(_path(namespace).read_text()))
+        return SelfTestResult(**json.loads(_path(key).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def save_result(namespace: str, result: SelfTestResult) -> None:
+def save_result(key: str, result: SelfTestResult) -> None:
     """Remember `result`. A cache folder that cannot be written costs only the next start's time."""
-    path = _path(namespace)
+    path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -105,8 +105,8 @@ def save_result(namespace: str, result: SelfTestResult) -> None:
         logger.warning("the self-test result could not be remembered in %s: %s", path, error)
 
 
-def _path(namespace: str) -> Path:
-    return cache_dir() / "self_test" / f"{namespace}.json"
+def _path(key: str) -> Path:
+    return cache_dir() / "self_test" / f"{key}.json"
 
 
 class _Trial:
@@ -120,33 +120,27 @@ class _Trial:
         self.chunks = tuple(Chunk(text) for text in texts)
 
     def reuse(self, order: Sequence[Chunk], mode: str) -> Completion:
-        return self._ask(_prompt(order), self.chunks, self._tenants[0], reuse=mode)
+        return self._ask(_prompt(order), self._tenants[0], reuse=mode)
 
     def full(self, order: Sequence[Chunk]) -> Completion:
-        return self._ask(_prompt(order), (), self._tenants[1], reuse="off")
+        return self._ask(_prompt(order), self._tenants[1], reuse="off")
 
     def full_in_two_pieces(self, order: Sequence[Chunk]) -> Completion:
         """Full compute cut where the first piece ends: vLLM's prefix cache holds that one."""
         prompt, tenant = _prompt(order), self._tenants[1]
-        self._ask(prompt[: len(prompt) // 2], (), tenant, reuse="off")
-        return self._ask(prompt, (), tenant, reuse="off", read_prefix_cache=True)
+        first = prompt.index(order[-1].text)
+        self._ask(prompt[:first], tenant, reuse="off", read_prefix_cache=True)
+        return self._ask(prompt, tenant, reuse="off", read_prefix_cache=True)
 
     def clean(self) -> None:
         for tenant in self._tenants:
             self._engine.purge(tenant)
 
-    def _ask(
-        self,
-        prompt: str,
-        chunks: Sequence[Chunk],
-        tenant: str,
-        *,
-        reuse: str,
-        read_prefix_cache: bool = False,
-    ) -> Completion:
+    def _ask(self, prompt: str, tenant: str, *, reuse: str, read_prefix_cache: bool = False) -> Completion:
+        # The chunks are named in full compute too: they decide where the prompt is cut into tokens.
         return self._engine.complete(
             prompt,
-            chunks=chunks,
+            chunks=self.chunks,
             tenant=tenant,
             reuse=reuse,
             read_prefix_cache=read_prefix_cache,
@@ -158,9 +152,8 @@ class _Trial:
 
 def _judge(trial: _Trial, dtype: str) -> SelfTestResult:
     order, other = trial.chunks, trial.chunks[::-1]
-    # Cut before the whole prompt is in the prefix cache: the cut would be at its end otherwise.
-    cut = trial.full_in_two_pieces(order)
     full, full_other = trial.full(order), trial.full(other)
+    cut = trial.full_in_two_pieces(order)
     trial.reuse(order, "auto")
     recomputed = trial.reuse(other, "recompute_all")
     exact = trial.reuse(order, "exact")

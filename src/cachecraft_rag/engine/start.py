@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cachecraft_rag import __version__
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine.loop import EngineLoop
-from cachecraft_rag.engine.namespace import namespace_facts, namespace_of
+from cachecraft_rag.engine.namespace import namespace_facts, namespace_of, self_test_facts
 from cachecraft_rag.engine.router import FullCompute
 from cachecraft_rag.errors import (
     CacheCraftError,
@@ -95,9 +96,13 @@ def _start(
     from cachecraft_rag.engine.backends import make_backend, make_vllm_config
     from cachecraft_rag.engine.running import RunningEngine
 
-    vllm_config, reason = make_vllm_config(settings.model, settings.engine_args, settings.config)
-    backend = make_backend(vllm_config, in_process=settings.in_process)
+    in_process = settings.in_process
+    vllm_config, reason = make_vllm_config(
+        settings.model, settings.engine_args, settings.config, in_process=in_process
+    )
+    backend = make_backend(vllm_config, in_process=in_process)
     is_attached = not reason
+    facts = namespace_facts(vllm_config, version)
     try:
         loop.run(backend.start())
         reason = reason or loop.run(_attach(backend))
@@ -105,7 +110,8 @@ def _start(
             backend,
             settings.config,
             known,
-            namespace_of(namespace_facts(vllm_config, version)),
+            namespace_of(facts),
+            self_test_key=namespace_of(self_test_facts(facts, vllm_config, __version__)),
             is_attached=is_attached,
             off=FullCompute(Reason.UNSUPPORTED_MODEL, reason) if reason else None,
         )

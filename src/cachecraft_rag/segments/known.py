@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.segments.matcher import ChunkMatcher, Match, find_matches
+from cachecraft_rag.segments.prompt import PromptText
 
 _DocId = str | None
 
@@ -45,16 +46,22 @@ class KnownChunks:
                 if chunk.text.strip():
                     self._add_one(tenant, chunk)
 
-    def find(self, tenant: str, text: str, extra: Sequence[Chunk] = ()) -> list[Match]:
-        """Where chunks of `tenant`, and the chunks `extra` of this call, stand in `text`.
+    def find(self, tenant: str, prompt: PromptText, extra: Sequence[Chunk] = ()) -> list[Match]:
+        """Where chunks of `tenant`, and the chunks `extra` of this call, stand in `prompt`.
 
+        Only inside its content spans; no match crosses the edge of one.
         Of two chunks with the same text the one in `extra` wins. `extra` is not remembered; what
         matched counts as used now.
         """
         given = ChunkMatcher(extra)
         with self._lock:
             known = self._tenants.get(tenant)
-            matches = find_matches(text, (given, known.matcher) if known else (given,))
+            matchers = (given, known.matcher) if known else (given,)
+            matches = [
+                match.shift(start)
+                for start, end in prompt.content_spans
+                for match in find_matches(prompt.text[start:end], matchers)
+            ]
             for match in matches:
                 key = _key(tenant, match.chunk)
                 if key in self._recency:

@@ -42,8 +42,11 @@ def build_layout(
     not bring it, it is put before the first text segment, or into a segment of its own, with empty
     text, if the prompt begins with a chunk. A segment without tokens is left out.
 
+    A match is plain text whatever it spells, so that a document cannot open a turn. A match over a
+    mark that the template wrote would undo that mark too: `KnownChunks.find` gives none.
+
     Args:
-        matches: disjoint, in order of position, as `ChunkMatcher.find` gives them.
+        matches: disjoint, in order of position, as `KnownChunks.find` gives them.
         namespace: of `chunk_key`: names model, tokenizer, dtype, rope and tenant.
         remember: keep the chunks' token ids in the tokenizer's cache.
 

@@ -21,6 +21,9 @@ class Match:
     end: int
     chunk: Chunk
 
+    def shift(self, offset: int) -> Match:
+        return Match(self.start + offset, self.end + offset, self.chunk)
+
 
 class ChunkMatcher:
     """Chunks indexed by their stripped text; blank texts are never matched.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cachecraft_rag.errors import InvalidRequestError
+from cachecraft_rag.segments.contents import locate_contents
+from cachecraft_rag.segments.prompt import PromptText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,8 +21,8 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
-) -> str:
-    """Render `messages` with the tokenizer's chat template.
+) -> PromptText:
+    """Render `messages` with the tokenizer's chat template, and find their contents in the outcome.
 
     Args:
         messages: `{"role": str, "content": str | list of {"type": "text", "text": str}}`, passed on
@@ -30,18 +33,32 @@ def render_chat(
         InvalidRequestError: a message breaks the form above, the model has no chat template, or
             the template refuses the messages (the roles must alternate, for example).
     """
-    # Not at the top: only rendering needs jinja2, which comes with vLLM and not with this package.
-    from jinja2 import TemplateError
-
     plain = _plain_messages(messages)
     if not tokenizer.chat_template:
         raise InvalidRequestError(
             "the model has no chat template, so chat messages cannot be rendered: use complete() "
             "with a finished prompt"
         )
+    roles = [message["role"] for message in plain]
+    contents = [message["content"] for message in plain]
+    render = partial(_render, tokenizer, add_generation_prompt, roles)
+    text = render(contents)
+    return PromptText(text, locate_contents(render, contents, text))
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    add_generation_prompt: bool,
+    roles: Sequence[str],
+    contents: Sequence[str],
+) -> str:
+    # Not at the top: only rendering needs jinja2, which comes with vLLM and not with this package.
+    from jinja2 import TemplateError
+
+    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
     try:
         rendered = tokenizer.apply_chat_template(
-            plain, tokenize=False, add_generation_prompt=add_generation_prompt
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except TemplateError as error:
         raise InvalidRequestError(f"the model's chat template refused the messages: {error}") from error

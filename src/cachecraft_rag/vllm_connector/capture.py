@@ -83,9 +83,7 @@ class CaptureSession:
             logger.exception("capture failed on layer %d", layer)
             self.disarm()
 
-    def _copy(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
+    def _copy(self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if layer == 0:
             self._rows = _match_rows(self._targets, slot_mapping)
         for rows in self._rows:
@@ -103,9 +101,7 @@ class CaptureSession:
                 rows.sink.queries[self.profile_layers[layer], rows.target] = shaped[rows.source]
 
 
-def _match_rows(
-    targets: Sequence[tuple[Sink, CaptureTarget]], slot_mapping: torch.Tensor
-) -> list[_Rows]:
+def _match_rows(targets: Sequence[tuple[Sink, CaptureTarget]], slot_mapping: torch.Tensor) -> list[_Rows]:
     slots = slot_mapping.cpu().numpy()
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]

@@ -59,8 +59,7 @@ def check_vllm_version() -> str:
         major, minor = (int(part) for part in version.split(".")[:2])
         if not SUPPORTED[0] <= (major, minor) < SUPPORTED[1]:
             raise UnsupportedVersionError(
-                f"{wanted}, but {distribution} {version} is installed: "
-                f"pip install '{distribution}=={low}.*'"
+                f"{wanted}, but {distribution} {version} is installed: pip install '{distribution}=={low}.*'"
             )
         return version
     raise UnsupportedVersionError(
@@ -166,6 +165,11 @@ def block_ids_of(scheduler_output: Any, request_id: str) -> list[int]:
     return block_ids
 
 
+def is_aborted(request: Any) -> bool:
+    """Whether a finished request was ended by its client."""
+    return str(request.status.name) == "FINISHED_ABORTED"
+
+
 # --- worker side ------------------------------------------------------------------------------
 
 
@@ -228,7 +232,7 @@ def _describe_layer(name: str, attention: Any, owners: dict[int, Any]) -> KVLaye
     if getattr(impl, "alibi_slopes", None) is not None:
         raise InternalError(f"layer {name} uses ALiBi")
     rotary = getattr(owners.get(id(attention)), "rotary_emb", None)
-    if type(rotary).__name__ not in FIXED_TABLE_ROTARY:
+    if rotary is None or type(rotary).__name__ not in FIXED_TABLE_ROTARY:
         found = "no rotary embedding" if rotary is None else type(rotary).__name__
         raise InternalError(f"layer {name} has {found}: its keys cannot be moved")
     window = getattr(attention, "sliding_window", None)
@@ -364,13 +368,9 @@ def run_recompute_pass(
             metadata[name], slot_mappings[name] = built, slot_mapping
     with (
         torch.inference_mode(),
-        set_forward_context(
-            metadata, runner.vllm_config, num_tokens=num_tokens, slot_mapping=slot_mappings
-        ),
+        set_forward_context(metadata, runner.vllm_config, num_tokens=num_tokens, slot_mapping=slot_mappings),
     ):
-        runner.model(
-            input_ids=ids, positions=position_ids, intermediate_tensors=None, inputs_embeds=None
-        )
+        runner.model(input_ids=ids, positions=position_ids, intermediate_tensors=None, inputs_embeds=None)
 
 
 def agree_on_failures(failed: np.ndarray, tensor_parallel_size: int) -> np.ndarray:

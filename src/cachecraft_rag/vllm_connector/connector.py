@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -51,8 +51,8 @@ class FactsMetadata(KVConnectorWorkerMetadata):
         return FactsMetadata(self.facts.merge(other.facts))
 
 
-def guarded(fallback: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Log an exception of a hook and return `fallback`."""
+def guarded(fallback: object) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Log an exception of a hook and return `fallback`, a value of the hook's own type."""
 
     def decorate(hook: Callable[P, R]) -> Callable[P, R]:
         @wraps(hook)
@@ -61,7 +61,7 @@ def guarded(fallback: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 return hook(*args, **kwargs)
             except Exception:
                 logger.exception("cachecraft: %s failed; going on without reuse", hook.__name__)
-                return fallback
+                return cast("R", fallback)
 
         return guard
 
@@ -108,9 +108,7 @@ class CacheCraftConnector(KVConnectorBase_V1):
         self._scheduler.on_new_request(request)
 
     @guarded((0, False))
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.look_up(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -129,9 +127,7 @@ class CacheCraftConnector(KVConnectorBase_V1):
             self._scheduler.take_facts(metadata.facts)
 
     @guarded((False, None))
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         report = self._scheduler.finish(request, block_ids)
         return False, dict(report) if report is not None else None
 
@@ -153,9 +149,7 @@ class CacheCraftConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         return None
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         return None
 
     def wait_for_save(self) -> None:

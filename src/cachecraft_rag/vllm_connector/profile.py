@@ -71,9 +71,7 @@ def measure_profile(
     )
 
 
-def _block_sums(
-    inputs: LayerInputs, bounds: Sequence[tuple[int, int]]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_sums(inputs: LayerInputs, bounds: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """(T, len(bounds)) mass on each chunk before, and (T,) mass on earlier own tokens; on the CPU."""
     inter, intra = zip(*_blocks(inputs, bounds), strict=True)
     return torch.cat(inter).cpu(), torch.cat(intra).cpu()

@@ -28,8 +28,7 @@ def build_report(state: RequestState) -> ReuseReport:
     plan = state.plan if state.ran_job else None
     failed = frozenset(state.facts.failed_records) if state.facts else frozenset()
     chunks = tuple(
-        _chunk_report(state, index, ref, plan, local, failed)
-        for index, ref in enumerate(spec.chunks)
+        _chunk_report(state, index, ref, plan, local, failed) for index, ref in enumerate(spec.chunks)
     )
     recomputed = sum(chunk.num_recomputed_tokens for chunk in chunks)
     kept = sum(

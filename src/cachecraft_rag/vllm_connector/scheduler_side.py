@@ -52,6 +52,16 @@ logger = logging.getLogger(__name__)
 CAPTURABLE = frozenset({Reason.NOT_CACHED, Reason.NO_EXACT_VARIANT})
 """Computed for these reasons, a chunk is worth storing."""
 PROFILE_BYTES_PER_TOKEN = 4
+COUNTERS = (
+    "num_requests",
+    "num_plans",
+    "num_jobs",
+    "num_moved_chunks",
+    "num_readmitted",
+    "num_aborted_in_load",
+)
+"""Counts since the start, in `stats()`. Readmitted: admitted again after a preemption; aborted in
+load: aborted in the very step whose load job was under way."""
 ABANDON_AFTER_STEPS = 16
 """A finished request's record whose last token was scheduled this many steps ago, and which no
 worker completed, never will be."""
@@ -82,7 +92,7 @@ class SchedulerSide:
         self._finished: list[RequestState] = []
         self._replies: list[tuple[str, Mapping[str, Any]]] = []
         self._orphans: dict[int, int] = {}
-        self._counters: Counter[str] = Counter()
+        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     def bind_block_pool(self, block_pool: Any) -> None:
         self._block_pool = block_pool
@@ -122,7 +132,9 @@ class SchedulerSide:
         if num_promised_tokens:
             state.ran_job = True
             self._jobs.append(request.request_id)
+            self._count_job(state)
         if state.is_admitted:
+            self._counters["num_readmitted"] += 1
             return
         state.is_admitted = True
         state.first_local_tokens = state.num_local_tokens
@@ -143,6 +155,8 @@ class SchedulerSide:
                 self._orphans[record_id] = ABANDON_AFTER_STEPS
         if state.spec is None:
             return None
+        if state.ran_job and state.facts is None and compat.is_aborted(request):
+            self._counters["num_aborted_in_load"] += 1
         if not state.spec.store and self._block_pool is not None:
             self._block_pool.evict_blocks(set(block_ids))
         self._finished.append(state)
@@ -375,9 +389,7 @@ class SchedulerSide:
             request_id=spec.request_id,
             start=local,
             token_ids=np.array(state.request.prompt_token_ids[: plan.context_end], dtype=np.int32),
-            block_ids=np.array(
-                block_ids[: -(-plan.context_end // self._block_size)], dtype=np.int32
-            ),
+            block_ids=np.array(block_ids[: -(-plan.context_end // self._block_size)], dtype=np.int32),
             loads=_loads_beyond(plan, local),
             recompute=merge_spans([*unready, *missing]),
         )
@@ -415,6 +427,12 @@ class SchedulerSide:
 
     def _report(self, state: RequestState) -> Mapping[str, Any]:
         return build_report(state).to_dict()
+
+    def _count_job(self, state: RequestState) -> None:
+        self._counters["num_jobs"] += 1
+        for chunk in state.plan.chunks if state.plan else ():
+            is_moved = chunk.record_id is not None and chunk.cached_start != chunk.span.start
+            self._counters["num_moved_chunks"] += is_moved
 
     def _expire_orphans(self) -> None:
         for record_id, steps in list(self._orphans.items()):

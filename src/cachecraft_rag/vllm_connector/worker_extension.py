@@ -41,4 +41,4 @@ class CacheCraftWorkerExtension:
 def _worker_side() -> WorkerSide:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return cast("WorkerSide", get_kv_transfer_group().worker_side)  # type: ignore[union-attr]
+    return cast("WorkerSide", get_kv_transfer_group().worker_side)

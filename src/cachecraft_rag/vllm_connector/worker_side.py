@@ -1,9 +1,9 @@
 """The worker half of the connector: it obeys the scheduler side and reports what it did.
 
-    bind(orders)     free and open records, arm the captures         (before every step)
-    run_jobs()       load, move, write, recompute                    (before the forward)
-    <forward>        the layers call the capture session
-    collect()        finished records and their profiles, job facts  (after every step)
+bind(orders)     free and open records, arm the captures         (before every step)
+run_jobs()       load, move, write, recompute                    (before the forward)
+<forward>        the layers call the capture session
+collect()        finished records and their profiles, job facts  (after every step)
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ class WorkerSide:
         chosen = np.linspace(0, len(layers) - 1, self._num_profile_layers + 2)[1:-1].round()
         profiled = {int(layer): place for place, layer in enumerate(sorted(set(chosen.tolist())))}
         self._session = CaptureSession(layers, profiled)
-        compat.watch_layers(
-            layers, self._session.on_update, profiled, self._session.on_query
-        )
+        compat.watch_layers(layers, self._session.on_update, profiled, self._session.on_query)
         self._layers, self._runner = layers, runner
 
     # --- one engine step ----------------------------------------------------------------------
@@ -209,18 +207,17 @@ class WorkerSide:
         positions = [range(len(lead.filled))] if lead else []
         positions += [chunk.span.positions() for _, chunk in before]
         positions.append(range(spec.start, spec.start + spec.num_tokens))
-        key_positions = torch.tensor([p for span in positions for p in span])
+        device = queries.device
+        key_positions = torch.tensor([p for span in positions for p in span], device=device)
         inputs = []
         for layer, place in self._session.profile_layers.items():
             keys = [lead.kv[lead.layers[layer], 0]] if lead else []
             keys += [self._keys_at(chunk.record_id, chunk.span, layer) for _, chunk in before]
             keys.append(sink.kv[layer, 0])
             inputs.append(
-                LayerInputs(self._layers[layer], queries[place], torch.cat(keys), key_positions)
+                LayerInputs(self._layers[layer], queries[place], torch.cat(keys).to(device), key_positions)
             )
-        return measure_profile(
-            inputs, bounds, [index for index, _ in before], spec.num_prefix_chunks
-        )
+        return measure_profile(inputs, bounds, [index for index, _ in before], spec.num_prefix_chunks)
 
     def _holder(self, record_id: int) -> Sink | None:
         return self._records.get(record_id) or self._open.get(record_id)
@@ -233,8 +230,9 @@ class WorkerSide:
         if start == span.start:
             return keys
         table = self._layers[layer].rotary
-        old = torch.arange(start, start + len(span))
-        return move_keys(table, keys, turn_between(table, old, old + (span.start - start)))
+        old = torch.arange(start, start + len(span), device=table.cos_sin.device)
+        turn = turn_between(table, old, old + (span.start - start))
+        return move_keys(table, keys.to(old.device), turn).to(keys.device)
 
     # --- load jobs ----------------------------------------------------------------------------
 
@@ -288,9 +286,7 @@ class WorkerSide:
         for piece in cut_runs(runs, limits.max_tokens, limits.max_sequences):
             positions = np.concatenate([np.arange(run.start, run.end) for run in piece])
             slots = np.concatenate([slots_of(job.block_ids, self._block_size, r) for r in piece])
-            compat.run_recompute_pass(
-                self._runner, piece, job.token_ids[positions], job.block_ids, slots
-            )
+            compat.run_recompute_pass(self._runner, piece, job.token_ids[positions], job.block_ids, slots)
 
     def _file_answer(self, name: str, answer: Mapping[str, Any]) -> None:
         self._answers[name] = answer
@@ -298,9 +294,7 @@ class WorkerSide:
             self._answers.popitem(last=False)
 
 
-def _turn(
-    table: RotaryTable, spans: Sequence[tuple[int, int, int]], device: torch.device
-) -> Turn:
+def _turn(table: RotaryTable, spans: Sequence[tuple[int, int, int]], device: torch.device) -> Turn:
     """The moves of all loaded tokens: (old start, new start, number of tokens) per load."""
     old = np.concatenate([np.arange(start, start + count) for start, _, count in spans])
     new = np.concatenate([np.arange(start, start + count) for _, start, count in spans])

@@ -1,0 +1,110 @@
+"""LlamaIndex's messages, responses and nodes ↔ the engine's; no state, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    MessageRole,
+    TextBlock,
+)
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
+
+from cachecraft_rag.chunks import Chunk
+from cachecraft_rag.engine.api import Completion, Message
+from cachecraft_rag.errors import InvalidRequestError
+
+REPORT_KEY = "cachecraft"
+"""Where `additional_kwargs` of a response holds `ReuseReport.to_dict()`."""
+
+# Names other providers use for the three roles that chat templates know.
+_ROLES = {
+    MessageRole.DEVELOPER: "system",
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.MODEL: "assistant",
+    MessageRole.FUNCTION: "tool",
+}
+
+
+def to_engine_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Messages as the engine takes them. Text blocks stay apart; the engine joins them by a newline,
+    as `ChatMessage.content` does.
+
+    Raises:
+        InvalidRequestError: a message holds a block that is no text.
+    """
+    return [_to_engine_message(index, message) for index, message in enumerate(messages)]
+
+
+def _to_engine_message(index: int, message: ChatMessage) -> Message:
+    texts = [_block_text(index, block) for block in message.blocks]
+    # One text as a plain string, the form that every engine and test double reads.
+    blocks = [{"type": "text", "text": text} for text in texts]
+    content = blocks if len(blocks) > 1 else "".join(texts)
+    return {"role": _ROLES.get(message.role, message.role.value), "content": content}
+
+
+def _block_text(index: int, block: object) -> str:
+    if not isinstance(block, TextBlock):
+        raise InvalidRequestError(
+            f"messages[{index}] holds a {type(block).__name__}: this model reads text only, "
+            "so pass TextBlock or a plain string"
+        )
+    return block.text
+
+
+def chat_response(text: str, delta: str | None, completion: Completion | None, model: str) -> ChatResponse:
+    """A whole answer (`delta` None) or a streamed piece: `text` is all of it so far. What it cost is
+    known with the last piece only, when `completion` is there."""
+    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
+    return ChatResponse(message=message, delta=delta, **_account(completion, model))
+
+
+def completion_response(
+    text: str, delta: str | None, completion: Completion | None, model: str
+) -> CompletionResponse:
+    """As `chat_response`."""
+    return CompletionResponse(text=text, delta=delta, **_account(completion, model))
+
+
+def _account(completion: Completion | None, model: str) -> dict[str, Any]:
+    if completion is None:
+        return {}
+    num_prompt, num_answer = completion.num_prompt_tokens, completion.num_completion_tokens
+    raw = {
+        "model": model,
+        "finish_reason": completion.finish_reason,
+        "token_ids": list(completion.token_ids),
+        "logprobs": completion.logprobs,
+        # The names that LlamaIndex's TokenCountingHandler looks for.
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_answer,
+            "total_tokens": num_prompt + num_answer,
+        },
+    }
+    return {"raw": raw, "additional_kwargs": {REPORT_KEY: completion.report.to_dict()}}
+
+
+def to_chunks(nodes: Iterable[NodeWithScore]) -> list[Chunk]:
+    """The texts of nodes as response synthesizers show them to the model; nodes without any are
+    left out.
+
+    `doc_id` is the id of the source document, else of the node. `version` is the hash LlamaIndex
+    keeps of the same, so it changes with the document's text or metadata.
+    """
+    chunks = (_to_chunk(scored.node) for scored in nodes)
+    return [chunk for chunk in chunks if chunk is not None]
+
+
+def _to_chunk(node: BaseNode) -> Chunk | None:
+    text = node.get_content(metadata_mode=MetadataMode.LLM).strip()
+    if not text:
+        return None
+    source = node.source_node
+    version = source.hash if source is not None and source.hash else node.hash
+    return Chunk(text, doc_id=node.ref_doc_id or node.node_id, version=version or None)

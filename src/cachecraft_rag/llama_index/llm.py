@@ -1,0 +1,142 @@
+"""`CacheCraftLLM`: the embedded engine as a LlamaIndex language model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from typing import Any, TypeVar
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+)
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+
+from cachecraft_rag.engine import Completion, CompletionDelta, Message
+from cachecraft_rag.llama_index._base import EngineBackedLLM
+from cachecraft_rag.llama_index._convert import chat_response, completion_response, to_engine_messages
+
+R = TypeVar("R")
+Respond = Callable[[str, str | None, Completion | None, str], R]
+"""(text so far, new piece or None, the completion when it is there, model name) → response."""
+
+
+class CacheCraftLLM(EngineBackedLLM):
+    """A chat model on the embedded engine, which reuses the KV of chunks it knows.
+
+    Chunks become known by `CacheCraftRetriever`, or by `chunks=` of one call. All eight endpoints
+    stream and await truly, and use the model's own chat template; `messages_to_prompt` and
+    `completion_to_prompt` are not used. `complete` sends its prompt as one user message, unless
+    `formatted=True`. Copies share the engine. Reading `metadata` starts the engine, unless the window
+    is given by `context_window` or by `engine_args={"max_model_len": ...}`.
+
+    Args:
+        model: a model folder or name, or `cachecraft_rag.default_model()`.
+        engine: an engine in place of `model`; it stays the caller's to close.
+        config: settings of reuse, with `model` only.
+        temperature: 0 is greedy.
+        max_tokens: most tokens of an answer; LlamaIndex keeps that much of the window free.
+        context_window: tokens of prompt and answer; None is the engine's.
+        reuse: "auto", "off", "exact" or the name of a strategy.
+        recompute_ratio: share of each reused chunk to recompute; None leaves it to `config`.
+        tenant: no KV crosses it.
+        engine_args: keyword arguments of `CacheCraftEngine`, with `model` only.
+        additional_kwargs: further options of every call, e.g. `{"top_p": 0.9, "stop": ["\\n"]}`.
+        fields: fields of LlamaIndex's `LLM`, e.g. `system_prompt` or `callback_manager`.
+
+    Raises:
+        ConfigurationError: an unknown keyword, or not exactly one of `model` and `engine`.
+        InvalidRequestError: an option breaks its rule; by the endpoints also for unknown ones.
+        EngineError: by the endpoints: the engine does not start, is closed, or fails the request.
+
+    Example:
+        llm = CacheCraftLLM(default_model())
+        answer = llm.complete("Who wrote Faust?")
+        print(answer.text, llm.last_report.why)
+    """
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "CacheCraftLLM"
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        completion = self.engine.chat(to_engine_messages(messages), **self._options(kwargs))
+        return self._whole(completion, chat_response)
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        completion = await self.engine.achat(to_engine_messages(messages), **self._options(kwargs))
+        return self._whole(completion, chat_response)
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        deltas = self.engine.stream_chat(to_engine_messages(messages), **self._options(kwargs))
+        return self._pieces(deltas, chat_response)
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        deltas = self.engine.astream_chat(to_engine_messages(messages), **self._options(kwargs))
+        return self._apieces(deltas, chat_response)
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        options = self._options(kwargs)
+        if formatted:
+            return self._whole(self.engine.complete(prompt, **options), completion_response)
+        return self._whole(self.engine.chat(_as_user(prompt), **options), completion_response)
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        options = self._options(kwargs)
+        if formatted:
+            return self._whole(await self.engine.acomplete(prompt, **options), completion_response)
+        return self._whole(await self.engine.achat(_as_user(prompt), **options), completion_response)
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        options = self._options(kwargs)
+        if formatted:
+            return self._pieces(self.engine.stream_complete(prompt, **options), completion_response)
+        return self._pieces(self.engine.stream_chat(_as_user(prompt), **options), completion_response)
+
+    @llm_completion_callback()
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
+        options = self._options(kwargs)
+        if formatted:
+            return self._apieces(self.engine.astream_complete(prompt, **options), completion_response)
+        return self._apieces(self.engine.astream_chat(_as_user(prompt), **options), completion_response)
+
+    def _whole(self, completion: Completion, respond: Respond[R]) -> R:
+        self._last_report = completion.report
+        return respond(completion.text, None, completion, self._model_name())
+
+    def _pieces(self, deltas: Iterator[CompletionDelta], respond: Respond[R]) -> Generator[R, None, None]:
+        text, name = "", self._model_name()
+        for delta in deltas:
+            text += delta.text
+            self._note(delta)
+            yield respond(text, delta.text, delta.completion, name)
+
+    async def _apieces(
+        self, deltas: AsyncIterator[CompletionDelta], respond: Respond[R]
+    ) -> AsyncGenerator[R, None]:
+        text, name = "", self._model_name()
+        async for delta in deltas:
+            text += delta.text
+            self._note(delta)
+            yield respond(text, delta.text, delta.completion, name)
+
+    def _note(self, delta: CompletionDelta) -> None:
+        if delta.completion is not None:
+            self._last_report = delta.completion.report
+
+
+def _as_user(prompt: str) -> list[Message]:
+    return [{"role": "user", "content": prompt}]

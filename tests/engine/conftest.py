@@ -1,0 +1,200 @@
+"""A backend without vLLM, so that the engine's own logic is tested in milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from cachecraft_rag.config import CacheCraftConfig
+from cachecraft_rag.engine import CacheCraftEngine, lifecycle
+from cachecraft_rag.engine.backend import BackendOutput, BackendRequest
+from cachecraft_rag.engine.running import RunningEngine
+from cachecraft_rag.errors import EngineError
+from cachecraft_rag.events import Reason, RequestDecision, ReuseReport
+from cachecraft_rag.segments.known import KnownChunks
+from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ControlMessage, RequestSpec
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = ["The river flows from the hills to the sea.", "Who wrote the letter to the queen, and when?"]
+MAX_MODEL_LEN = 512
+
+Script = Exception | tuple[str, ...] | BackendOutput
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=CHATML)
+
+
+class FakeBackend:
+    """Answers each request by the next of `scripts`: an error, or the pieces of a text.
+
+    Attributes:
+        delivers_report: whether the report comes with the last output, or must be asked for.
+        replies: result of each control action; an exception's text is answered as an error.
+        polls_until_reply: questions that are answered with None first.
+        gate: if set, no token comes after the first until it is set.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, dtype="torch.float32")
+        )
+        self.scripts: deque[Script] = deque()
+        self.requests: list[BackendRequest] = []
+        self.num_aborted = 0
+        self.delivers_report = True
+        self.keeps_report = True
+        self.replies: dict[str, Any] = {}
+        self.controls: list[ControlMessage] = []
+        self.polls_until_reply = 0
+        self.polls: list[str] = []
+        self.is_shut_down = False
+        self.gate: asyncio.Event | None = None
+
+    async def start(self) -> None: ...
+
+    async def generate(self, request: BackendRequest) -> AsyncGenerator[BackendOutput, None]:
+        self.requests.append(request)
+        script = self.scripts.popleft() if self.scripts else ("one", " two")
+        try:
+            if isinstance(script, Exception):
+                raise script
+            if isinstance(script, BackendOutput):
+                yield script
+                return
+            for index, piece in enumerate(script):
+                yield BackendOutput(piece, (index,))
+                if self.gate is not None:
+                    await self.gate.wait()
+            is_delivered = self.delivers_report and request.params is not None
+            params = {PARAMS_KEY: self._report(request)} if is_delivered else None
+            yield BackendOutput("", (), "stop", kv_transfer_params=params)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.num_aborted += 1
+            raise
+
+    async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        self.polls.append(method)
+        if self.polls_until_reply > 0:
+            self.polls_until_reply -= 1
+            return [None]
+        if method == "cachecraft_take_reply":
+            return [self._reply(args[0])]
+        sent = next(request for request in self.requests if request.request_id == args[0])
+        return [self._report(sent) if self.keeps_report else None]
+
+    async def send_control(self, message: ControlMessage) -> None:
+        self.controls.append(message)
+
+    async def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def _reply(self, control_id: str) -> dict[str, Any] | None:
+        action = next(m.action for m in self.controls if m.control_id == control_id)
+        result = self.replies.get(action)
+        return {"error": str(result)} if isinstance(result, Exception) else {"result": result}
+
+    def _report(self, request: BackendRequest) -> dict[str, Any]:
+        """What a scheduler side that reuses every chunk would say."""
+        spec = _spec_of(request)
+        num_reused = 0 if spec.full_reason else sum(len(chunk.span) for chunk in spec.chunks)
+        return ReuseReport(
+            request_id=request.request_id,
+            decision=RequestDecision.REUSE if num_reused else RequestDecision.FULL,
+            reason=spec.full_reason or (Reason.OTHER_PREFIX if num_reused else Reason.NO_CHUNKS),
+            detail=spec.full_detail,
+            num_prompt_tokens=len(request.token_ids),
+            num_reused_tokens=num_reused,
+            num_computed_tokens=len(request.token_ids) - num_reused,
+        ).to_dict()
+
+
+def _spec_of(request: BackendRequest) -> RequestSpec:
+    spec = RequestSpec.from_params(request.params)
+    assert spec is not None
+    return spec
+
+
+@pytest.fixture
+def spec_of() -> Callable[[BackendRequest], RequestSpec]:
+    """Reads the spec that a request carries."""
+    return _spec_of
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_level_tokenizer()
+
+
+@pytest.fixture
+def backend(tokenizer: PreTrainedTokenizerFast) -> FakeBackend:
+    return FakeBackend(tokenizer)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A folder that looks like a model's to the checks before the start."""
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+MakeEngine = Callable[..., CacheCraftEngine]
+
+
+@pytest.fixture
+def make_engine(
+    backend: FakeBackend, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeEngine]:
+    """Makes a `CacheCraftEngine` that starts on the fake backend."""
+    with contextlib.ExitStack() as engines:
+
+        def make(
+            config: CacheCraftConfig | None = None, *, is_attached: bool = True, off: Any = None
+        ) -> CacheCraftEngine:
+            def start(settings: Any, loop: Any, known: KnownChunks) -> tuple[FakeBackend, RunningEngine]:
+                if backend.is_shut_down:
+                    raise EngineError("started after its end")
+                running = RunningEngine(
+                    backend,
+                    settings.config,
+                    known,
+                    "test-model",
+                    self_test_key="test-model",
+                    is_attached=is_attached,
+                    off=off,
+                )
+                loop.run(backend.start())
+                return backend, running
+
+            monkeypatch.setattr(lifecycle, "start_engine", start)
+            config = config or CacheCraftConfig(self_test=False)
+            return engines.enter_context(CacheCraftEngine(model_folder, config=config))
+
+        yield make
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> CacheCraftEngine:
+    return make_engine()

@@ -1,0 +1,126 @@
+"""Recompute-all equals full prefill, exact reuse is exact, and reuse never poisons vLLM's own cache.
+
+Every cell runs in a process of its own (`cell.py`): models, dtypes, eager and compiled, one process
+or several, tensor parallel 1 and 2. `make exactness` runs all cells, `make test` four of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+MODELS = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "default")
+MODES = {
+    "eager-inproc": {"eager": True, "in_process": True, "tensor_parallel_size": 1},
+    "eager-mp": {"eager": True, "in_process": False, "tensor_parallel_size": 1},
+    "eager-mp-tp2": {"eager": True, "in_process": False, "tensor_parallel_size": 2},
+    "compiled-inproc": {"eager": False, "in_process": True, "tensor_parallel_size": 1},
+    "compiled-mp": {"eager": False, "in_process": False, "tensor_parallel_size": 1},
+    "compiled-mp-tp2": {"eager": False, "in_process": False, "tensor_parallel_size": 2},
+}
+NUM_PROMPTS = 50
+FLOAT32_LOGPROB_GAP = 1e-3
+TIE = 1e-3
+"""Two candidates closer than this are a tie in float32: rounding in another batch shape may turn it."""
+
+# SmolLM2 has 9 query and 3 key/value heads: they cannot be split over 2 ranks.
+CELLS = [
+    (model, dtype, mode)
+    for model in MODELS
+    for dtype in ("float32", "bfloat16")
+    for mode in MODES
+    if not (model == "default" and mode.endswith("tp2"))
+]
+SMALL = [
+    ("llama", "float32", "eager-inproc"),
+    ("gemma3", "float32", "eager-mp"),
+    ("qwen3", "float32", "eager-mp-tp2"),
+    ("qwen2", "bfloat16", "eager-inproc"),
+]
+
+
+def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "cell.py"), json.dumps(cell)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+            return result
+    raise AssertionError(f"the cell died:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+
+
+@functools.cache
+def bfloat16_noise(model: str, root: str) -> float:
+    """How far two full prefills are apart that are cut at 512 and at 8192 tokens."""
+    cell = {**MODES["eager-inproc"], "model": model, "dtype": "bfloat16", "root": root}
+    return float(run_cell({**cell, "num_prompts": NUM_PROMPTS, "noise_only": True})["noise"])
+
+
+@pytest.fixture(scope="session")
+def models_root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("tiny-models"))
+
+
+def assert_same_answers(result: dict[str, Any], kind: str) -> None:
+    assert max(result["gaps"][kind]) <= FLOAT32_LOGPROB_GAP
+    assert all(tie <= TIE for tie in result["ties"].get(kind, ()))
+
+
+def assert_within_noise(result: dict[str, Any], kind: str, noise: float) -> None:
+    assert max(result["gaps"][kind]) <= 2 * noise
+
+
+def assert_reuse_was_real(result: dict[str, Any], num_prompts: int) -> None:
+    counts = result["counts"]
+    assert counts["recomputed_tokens"] > 50 * num_prompts
+    assert counts["exact_reused_tokens"] > 50 * num_prompts
+    assert counts["shifted_reused_tokens"] > 50 * num_prompts
+    assert counts["approximate_requests"] == num_prompts
+    assert counts["follow_up_prefix_hits"] == counts["follow_ups"] > 0
+    # Reuse without repair must differ somewhere, or the comparison could not see an error at all.
+    assert result["approximation"] > FLOAT32_LOGPROB_GAP
+
+
+def assert_nothing_leaked(result: dict[str, Any]) -> None:
+    assert result["check"] == []
+    assert result["leaks"] == {"num_pinned": 0, "num_reserved": 0, "num_running": 0}
+
+
+def check_cell(model: str, dtype: str, mode: str, root: str, num_prompts: int) -> None:
+    cell = {**MODES[mode], "model": model, "dtype": dtype, "root": root, "num_prompts": num_prompts}
+    result = run_cell(cell)
+    assert_reuse_was_real(result, num_prompts)
+    assert_nothing_leaked(result)
+    for kind in ("recompute_all", "exact", "exact_after_reuse", "follow_up"):
+        if dtype == "float32":
+            assert_same_answers(result, kind)
+        else:
+            assert_within_noise(result, kind, bfloat16_noise(model, root))
+
+
+@pytest.mark.exactness
+@pytest.mark.parametrize(("model", "dtype", "mode"), CELLS)
+def test_matrix(model: str, dtype: str, mode: str, models_root: str) -> None:
+    """Every model, dtype and way of running the engine keeps the invariants on 50 prompts."""
+    check_cell(model, dtype, mode, models_root, NUM_PROMPTS)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("model", "dtype", "mode"), SMALL)
+def test_small_matrix(model: str, dtype: str, mode: str, models_root: str) -> None:
+    """Four cells of the matrix, in every test run."""
+    check_cell(model, dtype, mode, models_root, NUM_PROMPTS)

