@@ -60,7 +60,7 @@ exactness: model ## reuse against full compute on the embedded model
 	$(RUN) -m pytest -m exactness $(PYTEST_ARGS)
 
 bench: model ## measure time to first token with and without reuse
-	$(RUN) benchmarks/run.py $(BENCH_ARGS)
+	$(RUN) benchmarks/ttft.py $(BENCH_ARGS)
 
 lock: ## write requirements/cpu.lock again (LOCK_ARGS=--upgrade for the newest releases)
 	$(PYTHON) -m venv .venv-lock

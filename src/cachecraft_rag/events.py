@@ -42,10 +42,8 @@ class Reason(enum.StrEnum):
     NOT_IN_PROMPT = "not_in_prompt"
     TOO_SHORT = "too_short"
     SUPERSEDED_VERSION = "superseded_version"
-    INVALIDATED = "invalidated"
     NO_CHUNKS = "no_chunks_matched"
     REUSE_OFF = "reuse_off"
-    STORE_OFF = "store_off"
     UNSUPPORTED_MODEL = "unsupported_model"
     UNSUPPORTED_REQUEST = "unsupported_request"
     SELF_TEST_FAILED = "self_test_failed"
@@ -70,10 +68,8 @@ _SENTENCES: Mapping[Reason, str] = {
     Reason.NOT_IN_PROMPT: "Its text does not occur in the rendered prompt.",
     Reason.TOO_SHORT: "It has fewer tokens than min_chunk_tokens.",
     Reason.SUPERSEDED_VERSION: "A newer version of its document is registered.",
-    Reason.INVALIDATED: "Its document was invalidated while the request ran.",
     Reason.NO_CHUNKS: "No known chunk occurs in the prompt.",
     Reason.REUSE_OFF: "The request asked for full compute.",
-    Reason.STORE_OFF: "The request asked to leave nothing behind, so nothing was looked up.",
     Reason.UNSUPPORTED_MODEL: "This model's KV cannot be moved; see the detail.",
     Reason.UNSUPPORTED_REQUEST: "This request uses a feature that rules out reuse; see the detail.",
     Reason.SELF_TEST_FAILED: "The start-up self-test failed on this model, so reuse is off.",

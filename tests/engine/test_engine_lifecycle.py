@@ -125,7 +125,7 @@ def test_failed_start_can_be_tried_again(engine, backend, monkeypatch) -> None:
 def test_any_failure_of_vllm_is_a_start_error_with_advice(model_folder, monkeypatch) -> None:
     """What vLLM raises is chained to an error that says what to try."""
 
-    def fail(*_: object) -> None:
+    async def fail(*_: object) -> None:
         raise RuntimeError("Engine core initialization failed")
 
     monkeypatch.setattr(start, "_start", fail)

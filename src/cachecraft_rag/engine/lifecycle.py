@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import threading
@@ -124,6 +125,9 @@ class EngineLifecycle:
 
     def _start(self) -> RunningEngine:
         self._live.backend, running = start_engine(self._settings, self._live.loop, self._known)
+        # `weakref.finalize` alone would come after `multiprocessing`, which waits for vLLM to end. What
+        # is registered last runs first, and by now vLLM has imported `multiprocessing`.
+        atexit.register(self._shut_down)
         self._running = running
         self._test_once(running)
         running.counters.clear()

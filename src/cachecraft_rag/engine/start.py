@@ -83,16 +83,16 @@ def start_engine(
         raise MissingDependencyError("vLLM is not installed: run `pip install 'cachecraft-rag[vllm]'`")
     version = check_vllm_version()
     try:
-        return _start(settings, loop, known, version)
+        # On the loop's thread, with the import of vLLM: what vLLM and torch keep of caught exceptions
+        # holds the frames below it for ever, and would hold the engine's own with them.
+        return loop.run(_start(settings, known, version))
     except CacheCraftError:
         raise
     except Exception as error:
         raise EngineStartError(f"{_ADVICE}. Cause: {error!r}") from error
 
 
-def _start(
-    settings: EngineSettings, loop: EngineLoop, known: KnownChunks, version: str
-) -> tuple[Backend, RunningEngine]:
+async def _start(settings: EngineSettings, known: KnownChunks, version: str) -> tuple[Backend, RunningEngine]:
     from cachecraft_rag.engine.backends import make_backend, make_vllm_config
     from cachecraft_rag.engine.running import RunningEngine
 
@@ -104,8 +104,8 @@ def _start(
     is_attached = not reason
     facts = namespace_facts(vllm_config, version)
     try:
-        loop.run(backend.start())
-        reason = reason or loop.run(_attach(backend))
+        await backend.start()
+        reason = reason or await _attach(backend)
         running = RunningEngine(
             backend,
             settings.config,
@@ -116,7 +116,7 @@ def _start(
             off=FullCompute(Reason.UNSUPPORTED_MODEL, reason) if reason else None,
         )
     except BaseException:
-        loop.run(backend.shutdown())
+        await backend.shutdown()
         raise
     if reason:
         logger.warning("KV reuse is off for %s: %s", settings.model, reason)

@@ -95,10 +95,17 @@ class CaptureSession:
                 rows.sink.filled[_as_numpy(rows.target)] = True
 
     def on_query(self, layer: int, query: torch.Tensor) -> None:
-        for rows in self._rows:
-            if rows.sink.queries is not None:
-                shaped = query.view(query.shape[0], -1, self.layers[layer].head_size)
-                rows.sink.queries[self.profile_layers[layer], rows.target] = shaped[rows.source]
+        if not self._rows:
+            return
+        try:
+            shaped = query.view(query.shape[0], -1, self.layers[layer].head_size)
+            for rows in self._rows:
+                if rows.sink.queries is not None:
+                    place = self.profile_layers[layer]
+                    rows.sink.queries[place, rows.target] = shaped[rows.source]
+        except Exception:
+            logger.exception("capture failed on the queries of layer %d", layer)
+            self.disarm()
 
 
 def _match_rows(targets: Sequence[tuple[Sink, CaptureTarget]], slot_mapping: torch.Tensor) -> list[_Rows]:

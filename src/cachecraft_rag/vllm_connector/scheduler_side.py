@@ -59,9 +59,10 @@ COUNTERS = (
     "num_moved_chunks",
     "num_readmitted",
     "num_aborted_in_load",
+    "num_unready_blocks",
 )
-"""Counts since the start, in `stats()`. Readmitted: admitted again after a preemption; aborted in
-load: aborted in the very step whose load job was under way."""
+"""Counts since the start, in `stats()`. Readmitted: admitted again after a preemption. Aborted in
+load: aborted in the very step whose load job was under way. Unready: see `_unready_blocks`."""
 ABANDON_AFTER_STEPS = 16
 """A finished request's record whose last token was scheduled this many steps ago, and which no
 worker completed, never will be."""
@@ -92,6 +93,7 @@ class SchedulerSide:
         self._finished: list[RequestState] = []
         self._replies: list[tuple[str, Mapping[str, Any]]] = []
         self._orphans: dict[int, int] = {}
+        self._forget_leads = False
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     def bind_block_pool(self, block_pool: Any) -> None:
@@ -191,7 +193,9 @@ class SchedulerSide:
             reports=tuple((s.spec.request_id, self._report(s)) for s in self._finished if s.spec),
             replies=tuple(self._replies),
             failed_blocks=tuple(failed_blocks),
+            forget_leads=self._forget_leads,
         )
+        self._forget_leads = False
         for state in self._finished:
             if state.spec is not None:
                 self._by_own_id.pop(state.spec.request_id, None)
@@ -417,11 +421,13 @@ class SchedulerSide:
                 others = compat.block_ids_of(scheduler_output, other)
                 written.update(others[start // size : -(-(start + count) // size)])
         hit = block_ids[: -(-local // size)]
-        return [
+        unready = [
             Span(index * size, min((index + 1) * size, local))
             for index, block_id in enumerate(hit)
             if block_id in written
         ]
+        self._counters["num_unready_blocks"] += len(unready)
+        return unready
 
     # --- the end of a request -----------------------------------------------------------------
 
@@ -454,6 +460,7 @@ class SchedulerSide:
                 keys = [ChunkKey(key) for key in args["keys"]]
                 return store.replace(args["tenant"], args["doc_id"], args["version"], keys)
             case "purge":
+                self._forget_leads = True
                 return store.purge(args["tenant"])
             case "stats":
                 return {**asdict(store.stats()), **self._counters, "num_running": len(self._states)}

@@ -72,7 +72,8 @@ class LoadJob:
         token_ids: int32 (context_end,), the prompt up to the end of the job.
         block_ids: int32, the request's block table up to context_end.
         loads: records to place; tokens in `recompute` are computed instead.
-        recompute: ascending, disjoint; with the loaded tokens they cover the job.
+        recompute: ascending, disjoint; with the loaded tokens they cover the job. May begin before
+            `start`, with tokens of vLLM's own hit that are not computed yet.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class StepOrders:
         freed: records whose payload is no longer wanted; carried out before anything else.
         reports, replies: answers that the driver will fetch, by request id and control id.
         failed_blocks: promised blocks for which no job could be made.
+        forget_leads: drop all lead buffers, whoever's: a tenant was purged.
     """
 
     new_records: tuple[NewRecord, ...] = ()
@@ -100,6 +102,7 @@ class StepOrders:
     reports: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     replies: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     failed_blocks: tuple[int, ...] = ()
+    forget_leads: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,8 @@ class WorkerSide:
         for record_id in orders.freed:
             self._records.pop(record_id, None)
             self._open.pop(record_id, None)
+        if orders.forget_leads:
+            self._leads.clear()
         for name, answer in (*orders.reports, *orders.replies):
             self._file_answer(name, answer)
         if self.is_attached:
@@ -245,7 +247,7 @@ class WorkerSide:
         loaded_bytes = self._load(job, loads) if loads else 0
         loaded = time.perf_counter()
         runs = merge_spans([*job.recompute, *(load.span for load in missing)])
-        self._recompute(job, [run.clip(job.start, run.end) for run in runs])
+        self._recompute(job, runs)
         return JobFacts(
             load_s=loaded - began,
             recompute_s=time.perf_counter() - loaded,
@@ -282,7 +284,6 @@ class WorkerSide:
 
     def _recompute(self, job: LoadJob, runs: Sequence[Span]) -> None:
         limits = compat.pass_limits(self._runner)
-        runs = [run for run in runs if len(run)]
         for piece in cut_runs(runs, limits.max_tokens, limits.max_sequences):
             positions = np.concatenate([np.arange(run.start, run.end) for run in piece])
             slots = np.concatenate([slots_of(job.block_ids, self._block_size, r) for r in piece])

@@ -1,0 +1,1 @@
+"""The parts of `examples/demo.py`: what it reads, asks, counts and prints."""
