@@ -13,7 +13,8 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import TextNode
 
-from cachecraft_rag import CacheCraftEngine, langchain
+from cachecraft_rag import langchain
+from cachecraft_rag.engine import ChatEngine
 from cachecraft_rag.events import ReuseReport
 from cachecraft_rag.llama_index import CacheCraftLLM, CacheCraftRetriever, DenseRetriever
 from demo_parts.data import Passage
@@ -53,7 +54,7 @@ class Pipeline:
         options: options of every call to the engine, e.g. `FULL_COMPUTE`.
     """
 
-    def __init__(self, engine: CacheCraftEngine, index: BaseRetriever, **options: object) -> None:
+    def __init__(self, engine: ChatEngine, index: BaseRetriever, **options: object) -> None:
         kwargs = {"stop": STOP, **options}
         self._llm = CacheCraftLLM(engine=engine, max_tokens=MAX_TOKENS, additional_kwargs=kwargs)
         self._query_engine = RetrieverQueryEngine.from_args(
@@ -69,7 +70,7 @@ class Pipeline:
         return Answer(text, report)
 
 
-def make_chain(engine: CacheCraftEngine, index: BaseRetriever) -> Runnable[str, AIMessage]:
+def make_chain(engine: ChatEngine, index: BaseRetriever) -> Runnable[str, AIMessage]:
     """The usual chain, retriever | prompt | model, over the same index."""
     llm = langchain.ChatCacheCraft(engine=engine, max_tokens=MAX_TOKENS, stop=list(STOP))
     retriever = langchain.CacheCraftRetriever(

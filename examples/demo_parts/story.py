@@ -64,7 +64,9 @@ def make_engine() -> CacheCraftEngine:
 
 
 def start(view: View, engine: CacheCraftEngine, passages: Sequence[Passage]) -> None:
-    with step(view, "Start vLLM: SmolLM2-135M-Instruct, bfloat16, preset balanced"):
+    with step(
+        view, "Start vLLM with SmolLM2-135M-Instruct, bfloat16, preset balanced; it may print warnings"
+    ):
         engine.start()
     with step(view, "Warm up, so that the costs of a first request are not measured"):
         warm_up(engine, passages[: rag.TOP_K])
@@ -140,7 +142,7 @@ def judge(view: View, asked: Sequence[Asked], faults: Sequence[str], elapsed_s: 
 @contextmanager
 def step(view: View, text: str) -> Iterator[None]:
     """Say what is done now, and then how long it took."""
-    view.begin(text)
+    view.line(f"{text} ...")
     started_s = time.perf_counter()
     yield
-    view.end(time.perf_counter() - started_s)
+    view.line(f"  done in {time.perf_counter() - started_s:.1f} s", "dim")

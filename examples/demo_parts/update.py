@@ -60,19 +60,19 @@ def run(
     """
     passage, changed = question.passage, question.passage.with_text(OLD, NEW)
     view.line(f"One passage says {OLD}; it is changed to say {NEW}. Watch what is done with it.")
-    before = _ask(old, "old", question, f"the text says {OLD}", view)
+    before = _ask(old, "old", question, OLD, view)
     num_before = num_records(engine)
     num_dropped = replace_passage(engine, changed)
     view.line(
-        f"\nengine.replace(...) dropped {num_dropped} record of the old text: the store held {num_before} "
+        f"\nengine.replace(...) dropped {num_dropped} record(s) of the old text: the store held {num_before} "
         f"and holds {num_records(engine)}.\nThe passages are indexed again; those that did not change keep "
         "their KV.",
     )
     new = Pipeline(engine, make_index([changed if p is passage else p for p in passages]))
-    after = _ask(new, "new", question, f"the text says {NEW}", view)
-    again = _ask(new, "again", question, f"the text says {NEW}", view)
+    after = _ask(new, "new", question, NEW, view)
+    again = _ask(new, "again", question, NEW, view)
     view.line("\nA retriever whose index was not updated still finds the old text. No KV is used for it:")
-    stale = _ask(old, "stale", question, f"its text says {OLD}", view)
+    stale = _ask(old, "stale", question, OLD, view)
     return Update(passage, before, num_dropped, after, again, stale)
 
 
@@ -86,9 +86,9 @@ def num_records(engine: CacheCraftEngine) -> int:
     return int(engine.stats()["num_records"])
 
 
-def _ask(pipeline: Pipeline, label: str, question: Question, note: str, view: View) -> Answer:
+def _ask(pipeline: Pipeline, label: str, question: Question, gold: str, view: View) -> Answer:
     answer = pipeline.ask(question.text)
-    view.head(label, question.text, note)
+    view.question(label, question, gold)
     view.answered(answer)
     chunk = chunk_of(answer.report, question.passage.doc_id)
     view.detail("this passage", describe(chunk) if chunk else "was not retrieved", "bold")

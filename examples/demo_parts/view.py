@@ -42,12 +42,6 @@ class View:
     def line(self, text: str = "", style: str = "") -> None:
         self.console.print(Text(text, style=style))
 
-    def begin(self, text: str) -> None:
-        self.console.print(Text(f"{text} ... "), end="")
-
-    def end(self, elapsed_s: float) -> None:
-        self.console.print(f"{elapsed_s:.1f} s")
-
     def detail(self, label: str, text: str, style: str = "") -> None:
         """A labelled text under a question, its further lines below its first."""
         width = self.console.width - INDENT - LABEL_WIDTH
@@ -70,16 +64,13 @@ class View:
             text.append(cell.glyph * count, style=cell.style)
         self.console.print(text)
 
-    def head(self, label: str, text: str, note: str) -> None:
-        """The line above a bar: a number or name, the question, and what to expect."""
+    def question(self, label: str, question: Question, gold: str = "") -> None:
+        """The lines above a bar: a number or a name, the question, and the answer to expect."""
         line = Text(f"{label:>{INDENT - 2}}  ", style="dim")
-        line.append(text, style="bold")
-        line.append(f"  ({note})", style="dim")
+        line.append(question.text, style="bold")
         self.console.print()
         self.console.print(line)
-
-    def question(self, number: str, question: Question) -> None:
-        self.head(number, question.text, f"gold: {question.gold}")
+        self.detail("gold answer", gold or question.gold, "dim")
 
     def asked(self, number: str, one: Asked) -> None:
         """One question with its bar, both answers, and why passages were computed."""
@@ -106,7 +97,7 @@ class View:
             self.detail("why computed", f"{count} × {reason.sentence}", "dim")
 
     def table(self, asked: Sequence[Asked]) -> None:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), expand=True)
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, expand=True)
         table.add_column("#", justify="right", no_wrap=True)
         table.add_column("answer with reuse", ratio=3, no_wrap=True, overflow="ellipsis")
         table.add_column("as\nfull", no_wrap=True)
@@ -117,7 +108,10 @@ class View:
         for number, one in enumerate(asked, start=1):
             table.add_row(str(number), *_row(one))
         self.console.print(table)
-        self.line("as full: the answer equals that of full compute. TTFT: seconds to the first token.", "dim")
+        self.line(
+            "as full: the answer equals that of full compute. TTFT: seconds to the first token; other", "dim"
+        )
+        self.line("programs on the machine disturb single ones, so look at the median in the totals.", "dim")
 
     def totals(self, asked: Sequence[Asked]) -> None:
         later = facts.after_first(asked)

@@ -101,9 +101,7 @@ async def together(backend: Any, requests: list[Any], tenant: str) -> list[Answe
 
     async def one(prompt: Prompt, options: dict[str, Any]) -> Answer:
         async with gate:
-            return await ask(
-                backend, prompt, tenant=tenant, salt=tenant, max_tokens=MAX_TOKENS, **options
-            )
+            return await ask(backend, prompt, tenant=tenant, salt=tenant, max_tokens=MAX_TOKENS, **options)
 
     answers = asyncio.gather(*(one(prompt, options) for prompt, options in requests))
     await abort_some(backend, requests, tenant)

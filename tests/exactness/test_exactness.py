@@ -88,8 +88,8 @@ def assert_reuse_was_real(result: dict[str, Any], num_prompts: int) -> None:
     counts = result["counts"]
     assert counts["recomputed_tokens"] > 50 * num_prompts
     assert counts["exact_reused_tokens"] > 50 * num_prompts
-    assert counts["shifted_reused_tokens"] > 50 * num_prompts
-    assert counts["approximate_requests"] == num_prompts
+    assert counts["shifted_reused_tokens"] > 50 * counts["moved_requests"]
+    assert counts["approximate_requests"] == counts["moved_requests"] >= num_prompts // 5
     assert counts["follow_up_prefix_hits"] == counts["follow_ups"] > 0
     # Reuse without repair must differ somewhere, or the comparison could not see an error at all.
     assert result["approximation"] > FLOAT32_LOGPROB_GAP

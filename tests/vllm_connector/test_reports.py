@@ -212,9 +212,9 @@ def test_a_failed_load_is_said_so() -> None:
         (make_state(["missing"], ran_job=False, local=3), RequestDecision.REUSE, Reason.PREFIX_CACHE),
         (make_state([], ran_job=False), RequestDecision.FULL, Reason.NO_CHUNKS),
         (
-            make_state(["moved"], ran_job=False, full_reason=Reason.STORE_OFF),
+            make_state(["moved"], ran_job=False, full_reason=Reason.REUSE_OFF),
             RequestDecision.FULL,
-            Reason.STORE_OFF,
+            Reason.REUSE_OFF,
         ),
     ],
     ids=["moved", "exact", "missing", "local hit", "no chunks", "asked for full"],

@@ -109,7 +109,7 @@ class ChatEngine(Protocol):
     """The part of `CacheCraftEngine` that adapters use; `testing.FakeEngine` has it too.
 
     Keyword arguments of all calls: `chunks`, `reuse` ("auto", "off", "exact" or a strategy name),
-    `recompute_ratio`, `tenant`, `store`, and the fields of `SamplingOptions`.
+    `recompute_ratio`, `granularity`, `tenant`, `store`, and the fields of `SamplingOptions`.
     """
 
     @property

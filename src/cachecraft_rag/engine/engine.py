@@ -9,6 +9,7 @@ from typing import Any
 
 from cachecraft_rag.chunks import Chunk, chunk_key
 from cachecraft_rag.engine.api import Completion, CompletionDelta, Message
+from cachecraft_rag.engine.calls import Call
 from cachecraft_rag.engine.lifecycle import EngineLifecycle
 from cachecraft_rag.engine.options import (
     CallOptions,
@@ -18,7 +19,7 @@ from cachecraft_rag.engine.options import (
     check_tenant,
 )
 from cachecraft_rag.engine.router import FullCompute
-from cachecraft_rag.engine.running import Call, RunningEngine
+from cachecraft_rag.engine.running import RunningEngine
 from cachecraft_rag.engine.self_test import SelfTestResult, load_result, run_self_test, save_result
 from cachecraft_rag.engine.warm import run_calls, warm_calls
 from cachecraft_rag.errors import CacheCraftError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import logging
 import os
 import threading
 import weakref
@@ -22,8 +21,6 @@ from cachecraft_rag.segments.known import KnownChunks
 if TYPE_CHECKING:
     from cachecraft_rag.engine.backend import Backend
     from cachecraft_rag.engine.running import RunningEngine
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ class CallOptions:
         reuse: "auto", "off" (full compute), "exact", or the name of a strategy, which is obeyed.
         recompute_ratio: share of each reused chunk to recompute, in [0, 1]; None leaves it to the
             configuration.
+        granularity: tokens are recomputed in runs of this many; None leaves it to the configuration.
         tenant: no KV crosses it; None is the configuration's default tenant.
         store: False leaves nothing behind, neither in the store nor in vLLM's prefix cache; what is
             stored already may still be reused.
@@ -35,6 +36,7 @@ class CallOptions:
 
     reuse: str = "auto"
     recompute_ratio: float | None = None
+    granularity: int | None = None
     tenant: str | None = None
     store: bool = True
     precision_critical: bool = False
@@ -45,6 +47,8 @@ class CallOptions:
         _check_reuse(self.reuse)
         if self.recompute_ratio is not None:
             check_ratio(self.recompute_ratio, InvalidRequestError)
+        if self.granularity is not None and (not isinstance(self.granularity, int) or self.granularity < 1):
+            raise InvalidRequestError(f"granularity is {self.granularity!r}: it must be at least 1")
         check_tenant(self.tenant)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -62,7 +66,7 @@ class CallOptions:
         return cls(**ours, sampling=SamplingOptions.from_kwargs(sampling))
 
 
-_OWN_NAMES = frozenset({"reuse", "recompute_ratio", "tenant", *_FLAGS})
+_OWN_NAMES = frozenset({"reuse", "recompute_ratio", "granularity", "tenant", *_FLAGS})
 
 
 def _check_reuse(reuse: object) -> None:

@@ -43,7 +43,7 @@ def make_spec(
         strategy=config.strategy if options.reuse in ("auto", "exact") else options.reuse,
         alpha=config.alpha,
         recompute_ratio=config.recompute_ratio if ratio is None else ratio,
-        granularity=config.granularity,
+        granularity=options.granularity or config.granularity,
         exact_only=options.reuse == "exact",
         store=options.store,
         full_reason=full.reason if full else None,

@@ -7,22 +7,23 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cachecraft_rag.chunks import Chunk, PromptLayout
+from cachecraft_rag.chunks import PromptLayout
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine.api import Completion, CompletionDelta, Message, SamplingOptions
-from cachecraft_rag.engine.backend import Backend, BackendOutput, BackendRequest
+from cachecraft_rag.engine.backend import Backend, BackendRequest
+from cachecraft_rag.engine.calls import Answer, Call, Prepared
 from cachecraft_rag.engine.namespace import tenant_cache_salt, tenant_namespace
 from cachecraft_rag.engine.options import CallOptions
 from cachecraft_rag.engine.reports import absent_chunks, complete_report, full_report
 from cachecraft_rag.engine.router import FullCompute, make_spec, without_reuse
 from cachecraft_rag.errors import EngineError, GenerationError, PromptTooLongError
-from cachecraft_rag.events import ChunkReport, Reason, RequestDecision, ReuseReport
+from cachecraft_rag.events import Reason, RequestDecision, ReuseReport
 from cachecraft_rag.segments.known import KnownChunks
 from cachecraft_rag.segments.layout import build_layout
 from cachecraft_rag.segments.prompt import PromptText
@@ -36,54 +37,6 @@ _REPORT_DEADLINE_S = 0.25
 _CONTROL_DEADLINE_S = 30.0
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call as it came in, its arguments checked.
-
-    Attributes:
-        prompt: finished text, or chat messages still to be rendered.
-        started_s: `time.perf_counter()` at entry; time to first token counts from here.
-    """
-
-    prompt: str | Sequence[Message]
-    chunks: tuple[Chunk, ...]
-    options: CallOptions
-    started_s: float = field(default_factory=time.perf_counter)
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A call turned into tokens, ready to be sent."""
-
-    call: Call
-    layout: PromptLayout
-    spec: RequestSpec
-    request: BackendRequest
-    absent: tuple[ChunkReport, ...]
-
-
-@dataclass(slots=True)
-class _Answer:
-    """What has come of an answer so far."""
-
-    started_s: float
-    ttft_s: float = -1.0
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Mapping[int, float]] = field(default_factory=list)
-    finish_reason: str | None = None
-    params: Mapping[str, Any] | None = None
-
-    def add(self, output: BackendOutput) -> None:
-        if self.ttft_s < 0 and output.token_ids:
-            self.ttft_s = time.perf_counter() - self.started_s
-        self.text.append(output.text)
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs
-        self.finish_reason = output.finish_reason
-        self.params = output.kv_transfer_params or self.params
 
 
 class RunningEngine:
@@ -256,14 +209,14 @@ class RunningEngine:
         return replace(prepared, spec=spec, request=request)
 
     async def _answer_once(self, prepared: Prepared) -> Completion:
-        answer = _Answer(prepared.call.started_s)
+        answer = Answer(prepared.call.started_s)
         async with aclosing(self._backend.generate(prepared.request)) as outputs:
             async for output in outputs:
                 answer.add(output)
         return await self._complete(prepared, answer)
 
     async def _stream_once(self, prepared: Prepared) -> AsyncGenerator[CompletionDelta, None]:
-        answer = _Answer(prepared.call.started_s)
+        answer = Answer(prepared.call.started_s)
         async with aclosing(self._backend.generate(prepared.request)) as outputs:
             async for output in outputs:
                 answer.add(output)
@@ -271,7 +224,7 @@ class RunningEngine:
                     yield CompletionDelta(output.text, output.token_ids)
         yield CompletionDelta("", (), await self._complete(prepared, answer))
 
-    async def _complete(self, prepared: Prepared, answer: _Answer) -> Completion:
+    async def _complete(self, prepared: Prepared, answer: Answer) -> Completion:
         if answer.finish_reason == "error":
             raise GenerationError("vLLM ended the request with an error of its own")
         report = await self._report(prepared, answer)
@@ -285,7 +238,7 @@ class RunningEngine:
             logprobs=tuple(answer.logprobs) if prepared.request.sampling.logprobs is not None else None,
         )
 
-    async def _report(self, prepared: Prepared, answer: _Answer) -> ReuseReport:
+    async def _report(self, prepared: Prepared, answer: Answer) -> ReuseReport:
         spec, layout = prepared.spec, prepared.layout
         if not self.is_attached:
             reason = spec.full_reason or Reason.UNSUPPORTED_MODEL

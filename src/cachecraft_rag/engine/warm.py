@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.engine.api import Completion, SamplingOptions
+from cachecraft_rag.engine.calls import Call, Prepared
 from cachecraft_rag.engine.options import CallOptions
-from cachecraft_rag.engine.running import Call, Prepared
 
 _MAX_AT_ONCE = 32
 

@@ -64,11 +64,12 @@ def _request_decision(
     chunks: Sequence[ChunkReport],
 ) -> tuple[RequestDecision, Reason]:
     if plan is not None:
+        decision = RequestDecision.REUSE if num_reused else RequestDecision.FULL
         if has_failures:
-            return RequestDecision.REUSE, Reason.LOAD_FAILED
+            return decision, Reason.LOAD_FAILED
         reasons = [chunk.reason for chunk in plan.chunks if chunk.record_id is not None]
         moved = [reason for reason in reasons if reason is not Reason.SAME_PREFIX]
-        return RequestDecision.REUSE, moved[0] if moved else Reason.SAME_PREFIX
+        return decision, moved[0] if moved else Reason.SAME_PREFIX
     if state.full_reason is not None:
         return RequestDecision.FULL, state.full_reason
     if num_reused:
