@@ -107,3 +107,20 @@ def test_dims_beyond_the_rotary_ones_are_untouched(is_neox_style: bool) -> None:
     moved = move_keys(table, keys, turn_between(table, old, old + 9))
     assert torch.equal(moved[..., HEAD_SIZE // 2 :], keys[..., HEAD_SIZE // 2 :])
     assert not torch.equal(moved[..., : HEAD_SIZE // 2], keys[..., : HEAD_SIZE // 2])
+
+
+@pytest.mark.engine
+@STYLES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotary_dim", [HEAD_SIZE, HEAD_SIZE // 2])
+def test_vllms_kernel_moves_like_the_reference(
+    is_neox_style: bool, dtype: torch.dtype, rotary_dim: int
+) -> None:
+    """Loads use vLLM's kernel: it agrees with plain torch, and leaves keys that stay bit for bit."""
+    from cachecraft_rag.vllm_connector.compat import rotate_keys
+
+    table = make_table(is_neox_style, rotary_dim=rotary_dim, dtype=dtype)
+    keys, old = random_keys().to(dtype), torch.arange(64)
+    turn = turn_between(table, old, old + 321)
+    torch.testing.assert_close(rotate_keys(table, keys, turn), move_keys(table, keys, turn))
+    assert torch.equal(rotate_keys(table, keys, turn_between(table, old, old)), keys)

@@ -37,6 +37,7 @@ def build_plan(request: PlanRequest, variants: VariantLookup) -> ReusePlan:
     prefix: list[ChunkKey] = []
     missing: set[ChunkKey] = set()
     plans: list[ChunkPlan] = []
+    overspent = 0
     for index, chunk in enumerate(request.chunks):
         reason = request.refusals.get(index)
         found = _usable(chunk, variants) if reason is None else []
@@ -47,11 +48,13 @@ def build_plan(request: PlanRequest, variants: VariantLookup) -> ReusePlan:
         if isinstance(choice, Reason):
             plans.append(_computed(chunk, choice))
         else:
-            plans.append(_cached(request, chunk, choice, prefix, context_end))
+            plan = _cached(request, chunk, choice, prefix, context_end, overspent)
+            overspent += sum(map(len, plan.recompute)) - min(_budget(choice), len(chunk.span))
+            plans.append(plan)
         prefix.append(chunk.key)
-    plan = ReusePlan(request.num_tokens, context_end, tuple(plans), request.strategy)
-    plan.validate()
-    return plan
+    whole = ReusePlan(request.num_tokens, context_end, tuple(plans), request.strategy)
+    whole.validate()
+    return whole
 
 
 def _usable(chunk: PromptChunk, variants: VariantLookup) -> list[RecordMeta]:
@@ -90,10 +93,11 @@ def _cached(
     choice: Choice,
     prefix: Sequence[ChunkKey],
     context_end: int,
+    overspent: int,
 ) -> ChunkPlan:
     record = choice.record
     in_context = chunk.span.clip(0, context_end)
-    recompute = _recompute(choice, in_context, request.granularity)
+    recompute = _recompute(choice, in_context, request.granularity, overspent)
     num_kept = len(in_context) - sum(map(len, recompute))
     decision, reason = _decide(num_kept, bool(recompute), _is_exact(record, chunk))
     return ChunkPlan(
@@ -109,12 +113,22 @@ def _cached(
     )
 
 
-def _recompute(choice: Choice, in_context: Span, granularity: int) -> tuple[Span, ...]:
-    """Positions in the prompt to recompute: the best of the whole chunk, less those past the context."""
+def _budget(choice: Choice) -> int:
+    """Tokens of the chunk that the strategy wants recomputed."""
+    return math.ceil(choice.share * choice.record.num_tokens - ROUNDING_SLACK)
+
+
+def _recompute(choice: Choice, in_context: Span, granularity: int, overspent: int) -> tuple[Span, ...]:
+    """Positions in the prompt to recompute: the best of the whole chunk, less those past the context.
+
+    Runs are taken whole, so a chunk may get more tokens than its budget; `overspent`, what chunks
+    before this one got too much, is taken off its own. Without that, runs of 16 in chunks of 150
+    tokens turn 15 % into 21 %.
+    """
     num_tokens = choice.record.num_tokens
-    budget = math.ceil(choice.share * num_tokens - ROUNDING_SLACK)
-    if budget >= num_tokens:
+    if _budget(choice) >= num_tokens:
         return (in_context,) if in_context else ()
+    budget = max(0, _budget(choice) - max(0, overspent))
     profile = choice.record.profile
     scores = None if profile is None else profile.token_scores
     if scores is not None and len(scores) != num_tokens:

@@ -249,6 +249,18 @@ def _describe_layer(name: str, attention: Any, owners: dict[int, Any]) -> KVLaye
     )
 
 
+def rotate_keys(table: RotaryTable, keys: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """`rotary.move_keys` with vLLM's rotary kernel: `turn` (n, rotary_dim) is its table, and key i
+    stands at "position" i. In float32, so that a move by zero changes no bit."""
+    import torch
+    from vllm import _custom_ops as ops
+
+    rotated = keys.to(torch.float32, copy=True).view(len(keys), -1)
+    rows = torch.arange(len(keys), device=keys.device)
+    ops.rotary_embedding(rows, rotated, None, keys.shape[-1], turn, table.is_neox_style)
+    return rotated.view(keys.shape).to(keys.dtype)
+
+
 OnUpdate = Callable[[int, "torch.Tensor", "torch.Tensor", "torch.Tensor"], None]
 OnQuery = Callable[[int, "torch.Tensor"], None]
 

@@ -24,7 +24,7 @@ from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.capture import CaptureSession, Sink
 from cachecraft_rag.vllm_connector.profile import LayerInputs, measure_profile
 from cachecraft_rag.vllm_connector.recompute import cut_runs, merge_spans
-from cachecraft_rag.vllm_connector.rotary import RotaryTable, Turn, move_keys, turn_between
+from cachecraft_rag.vllm_connector.rotary import RotaryTable, move_keys, turn_between
 from cachecraft_rag.vllm_connector.steps import (
     CaptureTarget,
     JobFacts,
@@ -271,7 +271,7 @@ class WorkerSide:
             spans.append((record.start + offset, load.span.start, len(load.span)))
         slots = np.concatenate([slots_of(job.block_ids, self._block_size, x.span) for x in loads])
         slot_tensor = torch.from_numpy(slots).to(device)
-        turns: dict[int, Turn] = {}
+        turns: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self._layers):
             key = torch.cat([part[index, 0] for part in parts]).to(device, non_blocking=True)
             value = torch.cat([part[index, 1] for part in parts]).to(device, non_blocking=True)
@@ -279,7 +279,7 @@ class WorkerSide:
             turn = turns.get(id(table.cos_sin))
             if turn is None:
                 turn = turns[id(table.cos_sin)] = _turn(table, spans, device)
-            layer.write(move_keys(table, key, turn), value, slot_tensor)
+            layer.write(compat.rotate_keys(table, key, turn), value, slot_tensor)
         return sum(part.nbytes for part in parts)
 
     def _recompute(self, job: LoadJob, runs: Sequence[Span]) -> None:
@@ -295,7 +295,7 @@ class WorkerSide:
             self._answers.popitem(last=False)
 
 
-def _turn(table: RotaryTable, spans: Sequence[tuple[int, int, int]], device: torch.device) -> Turn:
+def _turn(table: RotaryTable, spans: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
     """The moves of all loaded tokens: (old start, new start, number of tokens) per load."""
     old = np.concatenate([np.arange(start, start + count) for start, _, count in spans])
     new = np.concatenate([np.arange(start, start + count) for _, start, count in spans])
