@@ -192,6 +192,8 @@ class RecordMeta:
         prefix_hash: `prefix_hashes` of all tokens before the chunk when it was computed.
         prefix_chunks: keys of the chunks before it, in prompt order (the paper's S_old).
         prefix_is_exact: every token before it had exact KV, so this KV is exact behind that prefix.
+        separator: ids of the short text that followed, whose KV is stored behind the chunk's own; see
+            `vllm_connector.messages.ChunkRef`.
         document: where the text came from when it was computed.
         generation: the document's generation at planning time; a later one refuses the insert.
     """
@@ -205,6 +207,7 @@ class RecordMeta:
     prefix_hash: str
     prefix_chunks: tuple[ChunkKey, ...] = ()
     prefix_is_exact: bool = True
+    separator: tuple[int, ...] = ()
     document: DocumentRef | None = None
     generation: int = 0
     profile: AttentionProfile | None = None

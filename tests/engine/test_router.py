@@ -73,3 +73,27 @@ def test_spec_survives_the_way_to_the_scheduler() -> None:
     """The spec comes back from plain parameters as it was."""
     spec = spec_for(FullCompute(Reason.ENGINE_FAULT, "boom"), store=False)
     assert RequestSpec.from_params(spec.to_params()) == spec
+
+
+def layout_of(*pieces: tuple[int, bool]) -> PromptLayout:
+    """Segments of so many tokens, each a chunk or not."""
+    segments, start = [], 0
+    for index, (length, is_chunk) in enumerate(pieces):
+        span = Span(start, start + length)
+        chunk = Chunk("text", f"doc-{index}") if is_chunk else None
+        kind = SegmentKind.CHUNK if is_chunk else SegmentKind.TEXT
+        segments.append(Segment(span, kind, "text", chunk, ChunkKey(f"k{index}") if is_chunk else None))
+        start = span.end
+    return PromptLayout(tuple(range(start)), tuple(segments))
+
+
+def separators(layout: PromptLayout) -> list[tuple[int, ...]]:
+    spec = make_spec("id", "tenant", layout, CallOptions(), CONFIG, None)
+    return [chunk.separator for chunk in spec.chunks]
+
+
+def test_short_text_between_two_chunks_travels_with_the_first() -> None:
+    """Blank lines between chunks do; long text, and what follows the last chunk, do not."""
+    assert separators(layout_of((1, False), (3, True), (2, False), (3, True), (2, False))) == [(4, 5), ()]
+    assert separators(layout_of((3, True), (5, False), (3, True))) == [(), ()]
+    assert separators(layout_of((3, True), (3, True), (1, False), (2, True))) == [(), (6,), ()]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cachecraft_rag.chunks import Span, chunk_key, prefix_hashes
 from cachecraft_rag.engine.api import SamplingOptions
 from cachecraft_rag.engine.backend import Backend, BackendRequest
+from cachecraft_rag.engine.router import MAX_SEPARATOR_TOKENS
 from cachecraft_rag.events import Reason, ReuseReport
 from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ChunkRef, RequestSpec
 
@@ -26,9 +27,21 @@ class Prompt:
     def refs(self, tenant: str) -> tuple[ChunkRef, ...]:
         hashes = prefix_hashes(tenant, self.token_ids, [span.start for span in self.spans])
         return tuple(
-            ChunkRef(span, chunk_key(tenant, self.token_ids[span.start : span.end]), prefix_hash)
-            for span, prefix_hash in zip(self.spans, hashes, strict=True)
+            ChunkRef(
+                span,
+                chunk_key(tenant, self.token_ids[span.start : span.end]),
+                prefix_hash,
+                separator=self.separator(index),
+            )
+            for index, (span, prefix_hash) in enumerate(zip(self.spans, hashes, strict=True))
         )
+
+    def separator(self, index: int) -> tuple[int, ...]:
+        """The text between a chunk and the next, if it is short enough to travel with the chunk."""
+        if index + 1 == len(self.spans):
+            return ()
+        between = self.token_ids[self.spans[index].end : self.spans[index + 1].start]
+        return between if len(between) <= MAX_SEPARATOR_TOKENS else ()
 
     def extended(self, token_ids: Sequence[int]) -> Prompt:
         return Prompt((*self.token_ids, *token_ids), self.spans)
@@ -75,7 +88,8 @@ def mixed_prompts(count: int, vocab_size: int, max_tokens: int, seed: int) -> li
         parts: list[tuple[Sequence[int], bool]] = [(lead, False)]
         for _ in range(rng.randint(1, 7)):
             parts.append((rng.choice(pool), True))
-            parts.append((words(1, 5) if rng.random() < 0.6 else [], False))
+            separator = rng.choice([[], [3, 4], [3], [5, 6, 7, 8], words(5, 9)])
+            parts.append((separator, False))
         parts.append((words(1, 60) if rng.random() < 0.9 else [], False))
         prompt = join(parts)
         if 16 <= len(prompt.token_ids) <= max_tokens:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from cachecraft_rag.chunks import ChunkKey, DocumentRef, Span
 from cachecraft_rag.errors import InvalidRequestError, PlanError
 from cachecraft_rag.events import ChunkDecision, Reason
 from cachecraft_rag.planner.build import build_plan
-from cachecraft_rag.planner.plan import PlanRequest
+from cachecraft_rag.planner.plan import Load, PlanRequest
 from cachecraft_rag.planner.strategies import STRATEGIES
 from cachecraft_rag.vllm_connector.messages import ChunkRef
 
@@ -301,3 +303,42 @@ def test_faulty_requests_are_refused(make_record, make_chunks):
     short = make_record(key="a", prefix="x", inter=(1.0,), scores=(1.0, 2.0))
     with pytest.raises(PlanError, match="2 token scores for 10 tokens"):
         plan_for(make_chunks("a"), [short], recompute_ratio=0.3)
+
+
+def separated(chunks, separator=(3, 4)):
+    """The chunks pulled apart, with `separator` between two of them."""
+    return tuple(
+        replace(
+            chunk,
+            span=chunk.span.shift(index * len(separator)),
+            separator=separator if index + 1 < len(chunks) else (),
+        )
+        for index, chunk in enumerate(chunks)
+    )
+
+
+def test_the_separator_comes_with_the_chunk_it_followed(make_record, make_chunks):
+    """Short text between chunks is taken over where the same text followed the chunk at capture."""
+    first, second = separated(make_chunks("cd"))
+    records = [replace(make_record("c", 1), separator=(3, 4)), make_record("d", 2)]
+    plan = plan_for((first, second), records, strategy="naive")
+    assert_covers_context_once(plan)
+    assert plan.kept == (Span(5, 17), Span(17, 27))
+    assert plan.loads == (Load(1, Span(5, 17)), Load(2, Span(17, 27)))
+    assert (plan.num_kept, plan.num_recomputed) == (22, 0)
+
+
+@pytest.mark.parametrize("stored", [(), (3,), (4, 3), (3, 4, 5)])
+def test_other_text_between_chunks_is_computed(make_record, make_chunks, stored):
+    """KV of a separator is used for exactly that separator."""
+    records = [replace(make_record("c", 1), separator=stored), make_record("d", 2)]
+    plan = plan_for(separated(make_chunks("cd")), records, strategy="naive")
+    assert_covers_context_once(plan)
+    assert Span(15, 17) in plan.recompute
+
+
+def test_a_chunk_that_keeps_nothing_brings_no_separator(make_record, make_chunks):
+    """Where the whole chunk is computed again, what follows it is too."""
+    records = [replace(make_record("c", 1), separator=(3, 4)), make_record("d", 2)]
+    plan = plan_for(separated(make_chunks("cd")), records, strategy="recompute_all")
+    assert plan.kept == () and plan.is_exact

@@ -17,7 +17,10 @@ documents = st.none() | st.builds(DocumentRef, st.text(max_size=8), st.none() | 
 spans = st.builds(
     lambda start, length: Span(start, start + length), st.integers(0, 9999), st.integers(0, 999)
 )
-chunk_refs = st.builds(ChunkRef, spans, st.text(max_size=8).map(ChunkKey), st.text(max_size=8), documents)
+separators = st.lists(st.integers(0, 99), max_size=3).map(tuple)
+chunk_refs = st.builds(
+    ChunkRef, spans, st.text(max_size=8).map(ChunkKey), st.text(max_size=8), documents, separators
+)
 specs = st.builds(
     RequestSpec,
     request_id=st.text(max_size=8),

@@ -23,20 +23,28 @@ from cachecraft_rag.vllm_connector.steps import JobFacts
 CHUNK_TOKENS = 10
 LEAD_TOKENS = 5
 TAIL_TOKENS = 6
+SEPARATOR = (7, 8)
 KINDS = ("exact", "moved", "missing")
 
 
 def make_refs(kinds: Sequence[str]) -> tuple[ChunkRef, ...]:
-    """Chunks back to back behind a lead text; a chunk's key tells what is stored of it."""
+    """Chunks behind a lead text, a separator between two; a chunk's key tells what is stored of it."""
+    stride = CHUNK_TOKENS + len(SEPARATOR)
     return tuple(
         ChunkRef(
-            Span(LEAD_TOKENS + i * CHUNK_TOKENS, LEAD_TOKENS + (i + 1) * CHUNK_TOKENS),
+            Span(LEAD_TOKENS + i * stride, LEAD_TOKENS + i * stride + CHUNK_TOKENS),
             ChunkKey(f"{kind}-{i}"),
             f"here-{i}",
             DocumentRef(f"doc-{i}", "v1"),
+            SEPARATOR if i + 1 < len(kinds) else (),
         )
         for i, kind in enumerate(kinds)
     )
+
+
+def prompt_tokens(num_chunks: int, num_tail: int) -> int:
+    num_separators = max(0, num_chunks - 1)
+    return LEAD_TOKENS + CHUNK_TOKENS * num_chunks + len(SEPARATOR) * num_separators + num_tail
 
 
 def stored(ref: ChunkRef, index: int) -> list[RecordMeta]:
@@ -53,6 +61,8 @@ def stored(ref: ChunkRef, index: int) -> list[RecordMeta]:
             start=3,
             size_bytes=1,
             prefix_hash=ref.prefix_hash if kind == "exact" else "elsewhere",
+            # Every other record was followed by something else when it was cached.
+            separator=SEPARATOR if index % 2 else (9,),
             profile=AttentionProfile(0.3, 0.3, (), scores),
         )
     ]
@@ -76,7 +86,7 @@ def make_state(
     full_reason: Reason | None = None,
 ) -> RequestState:
     refs = make_refs(kinds)
-    num_tokens = LEAD_TOKENS + CHUNK_TOKENS * len(refs) + num_tail
+    num_tokens = prompt_tokens(len(refs), num_tail)
     plan = None if full_reason else make_plan(refs, num_tokens, ratio, strategy)
     return RequestState(
         request=SimpleNamespace(num_prompt_tokens=num_tokens),
@@ -95,7 +105,7 @@ def states(draw: st.DrawFn) -> RequestState:
     kinds = draw(st.lists(st.sampled_from(KINDS), max_size=5))
     # No tail: the prompt ends with a chunk, whose last token the model's own forward computes.
     num_tail = draw(st.integers(0, 3))
-    num_tokens = LEAD_TOKENS + CHUNK_TOKENS * len(kinds) + num_tail
+    num_tokens = prompt_tokens(len(kinds), num_tail)
     ids = [100 + i for i in range(len(kinds))]
     return make_state(
         kinds,
@@ -118,7 +128,7 @@ def fate_of_tokens(state: RequestState) -> list[str]:
         if position < state.first_local_tokens:
             fates.append("reused")
             continue
-        chunks = [c for c in plan.chunks if position in c.span.positions()] if plan else []
+        chunks = [c for c in plan.chunks if position in c.loaded_span.positions()] if plan else []
         loaded = [c for c in chunks if c.record_id is not None and c.record_id not in failed]
         if plan is None or not loaded:
             fates.append("computed")

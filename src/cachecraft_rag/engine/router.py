@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cachecraft_rag.chunks import DocumentRef, PromptLayout, Segment
+from cachecraft_rag.chunks import DocumentRef, PromptLayout, Segment, SegmentKind
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine.options import CallOptions
 from cachecraft_rag.events import Reason
 from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
+
+MAX_SEPARATOR_TOKENS = 4
+"""Text between two chunks up to this length travels with the first: blank lines, a rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ def make_spec(
     return RequestSpec(
         request_id=request_id,
         tenant=tenant,
-        chunks=tuple(_chunk_ref(segment) for segment in layout.chunks),
+        chunks=_chunk_refs(layout),
         # "exact" plans as "auto" does and then takes only what lies behind the same prefix.
         strategy=config.strategy if options.reuse in ("auto", "exact") else options.reuse,
         alpha=config.alpha,
@@ -62,8 +65,27 @@ def _asked_for_full(options: CallOptions) -> FullCompute | None:
     return FullCompute(Reason.REUSE_OFF) if options.reuse == "off" else None
 
 
-def _chunk_ref(segment: Segment) -> ChunkRef:
-    assert segment.chunk is not None and segment.key is not None  # what PromptLayout.chunks holds
+def _chunk_refs(layout: PromptLayout) -> tuple[ChunkRef, ...]:
+    segments = layout.segments
+    following = (*segments[1:], None, None)
+    return tuple(
+        _chunk_ref(segment, _separator(layout, *following[index : index + 2]))
+        for index, segment in enumerate(segments)
+        if segment.kind is SegmentKind.CHUNK
+    )
+
+
+def _separator(layout: PromptLayout, text: Segment | None, after: Segment | None) -> tuple[int, ...]:
+    """Ids of the short text between two chunks; empty where there is none."""
+    if text is None or after is None or after.kind is not SegmentKind.CHUNK:
+        return ()
+    if text.kind is SegmentKind.CHUNK or len(text.span) > MAX_SEPARATOR_TOKENS:
+        return ()
+    return layout.token_ids[text.span.start : text.span.end]
+
+
+def _chunk_ref(segment: Segment, separator: tuple[int, ...]) -> ChunkRef:
+    assert segment.chunk is not None and segment.key is not None  # what a CHUNK segment holds
     chunk = segment.chunk
     document = None if chunk.doc_id is None else DocumentRef(chunk.doc_id, chunk.version)
-    return ChunkRef(segment.span, segment.key, segment.prefix_hash, document)
+    return ChunkRef(segment.span, segment.key, segment.prefix_hash, document, separator)

@@ -110,6 +110,7 @@ def _cached(
         recompute=recompute,
         same_predecessors=record.prefix_chunks == tuple(prefix),
         document=chunk.document,
+        num_separator_tokens=len(chunk.separator) if num_kept and record.separator == chunk.separator else 0,
     )
 
 

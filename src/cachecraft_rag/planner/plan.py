@@ -22,6 +22,8 @@ class PromptChunk(Protocol):
     def prefix_hash(self) -> str: ...
     @property
     def document(self) -> DocumentRef | None: ...
+    @property
+    def separator(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class ChunkPlan:
         recompute: positions in the prompt, below the plan's `context_end`, whose KV is computed
             again; sorted and merged. Empty for a chunk without a record: all of it is computed.
         same_predecessors: the chunks before it are the same, in the same order, as at capture.
+        num_separator_tokens: tokens right behind the chunk whose KV comes with it: the same short
+            text followed it at capture.
     """
 
     span: Span
@@ -71,6 +75,12 @@ class ChunkPlan:
     recompute: tuple[Span, ...] = ()
     same_predecessors: bool = False
     document: DocumentRef | None = None
+    num_separator_tokens: int = 0
+
+    @property
+    def loaded_span(self) -> Span:
+        """The chunk and the separator that comes with it."""
+        return Span(self.span.start, self.span.end + self.num_separator_tokens)
 
     @property
     def variant(self) -> int | None:
@@ -94,7 +104,8 @@ class ReusePlan:
     Attributes:
         num_tokens: length of the prompt.
         chunks: in prompt order.
-        kept: positions whose loaded KV is used as it is; sorted, each span inside one chunk.
+        kept: positions whose loaded KV is used as it is; sorted, each span inside one chunk and its
+            separator.
         recompute: all other positions of `[0, context_end)`; sorted and merged.
 
     Raises:
@@ -154,7 +165,7 @@ class ReusePlan:
     @property
     def num_recomputed(self) -> int:
         """Cached tokens computed again, a cached last token of the prompt included."""
-        return sum(len(c.span) for c in self.chunks if c.record_id is not None) - self.num_kept
+        return sum(len(c.loaded_span) for c in self.chunks if c.record_id is not None) - self.num_kept
 
     @property
     def num_computed(self) -> int:
@@ -162,7 +173,7 @@ class ReusePlan:
         return self.num_tokens - self.num_kept - self.num_recomputed
 
     def count_kept(self, chunk: ChunkPlan) -> int:
-        """Tokens of one of this plan's chunks whose loaded KV is used as it is."""
+        """Tokens of one of this plan's chunks, its separator included, whose loaded KV is kept."""
         if chunk.record_id is None:
             return 0
         return len(self._in_context(chunk)) - sum(map(len, chunk.recompute))
@@ -180,7 +191,7 @@ class ReusePlan:
                 f"context_end is {self.context_end} in a prompt of {self.num_tokens} tokens: it must "
                 "lie in [0, num_tokens - 1], as the last token is always computed"
             )
-        _check_order([chunk.span for chunk in self.chunks], Span(0, self.num_tokens), "chunks")
+        _check_order([chunk.loaded_span for chunk in self.chunks], Span(0, self.num_tokens), "chunks")
         for chunk in self.chunks:
             self._check_chunk(chunk)
         _check_tiling((*self.kept, *self.recompute), self.context_end)
@@ -197,7 +208,7 @@ class ReusePlan:
             _check_order(chunk.recompute, self._in_context(chunk), "recompute")
 
     def _in_context(self, chunk: ChunkPlan) -> Span:
-        return chunk.span.clip(0, self.context_end)
+        return chunk.loaded_span.clip(0, self.context_end)
 
 
 def _without(span: Span, holes: Sequence[Span]) -> Iterator[Span]:

@@ -21,12 +21,19 @@ CONTROL_KEY = "cachecraft_control"
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """Where one chunk stands in the prompt and which KV would fit it."""
+    """Where one chunk stands in the prompt and which KV would fit it.
+
+    Attributes:
+        separator: ids of the text between this chunk and the next, where it is short; empty for the
+            last chunk. Its KV travels with the chunk's: a prompt of 30 chunks has 30 lone tokens
+            between them, and computing those reads the whole context 30 times.
+    """
 
     span: Span
     key: ChunkKey
     prefix_hash: str
     document: DocumentRef | None = None
+    separator: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +99,14 @@ class RequestSpec:
 def _chunk_to_list(chunk: ChunkRef) -> list[Any]:
     document = chunk.document
     where = [document.doc_id, document.version] if document else None
-    return [chunk.span.start, chunk.span.end, chunk.key, chunk.prefix_hash, where]
+    span = chunk.span
+    return [span.start, span.end, chunk.key, chunk.prefix_hash, where, list(chunk.separator)]
 
 
 def _chunk_from_list(item: list[Any]) -> ChunkRef:
-    start, end, key, prefix_hash, where = item
+    start, end, key, prefix_hash, where, separator = item
     document = DocumentRef(*where) if where else None
-    return ChunkRef(Span(start, end), ChunkKey(key), prefix_hash, document)
+    return ChunkRef(Span(start, end), ChunkKey(key), prefix_hash, document, tuple(separator))
 
 
 @dataclass(frozen=True, slots=True)

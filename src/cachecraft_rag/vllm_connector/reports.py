@@ -35,7 +35,7 @@ def build_report(state: RequestState) -> ReuseReport:
         chunk.num_reused_tokens - _overlap(ref.span, 0, local)
         for chunk, ref in zip(chunks, spec.chunks, strict=True)
     )
-    reused = local + kept
+    reused = local + kept + _kept_separators(plan, local, failed)
     decision, reason = _request_decision(state, plan, reused, bool(failed), chunks)
     facts = state.facts
     return ReuseReport(
@@ -125,6 +125,17 @@ def _kept_beyond(plan: ReusePlan, chunk: ChunkPlan, local: int) -> int:
     first, last = max(chunk.span.start, local), min(chunk.span.end, plan.context_end)
     repaired = sum(_overlap(run, first, last) for run in chunk.recompute)
     return max(0, last - first) - repaired
+
+
+def _kept_separators(plan: ReusePlan | None, local: int, failed: frozenset[int]) -> int:
+    """Tokens between chunks whose KV came with the chunk before them, beyond vLLM's own hit."""
+    if plan is None:
+        return 0
+    return sum(
+        _overlap(Span(chunk.span.end, chunk.loaded_span.end), local, plan.context_end)
+        for chunk in plan.chunks
+        if chunk.record_id is not None and chunk.record_id not in failed
+    )
 
 
 def _overlap(span: Span, start: int, end: int) -> int:

@@ -294,7 +294,7 @@ class SchedulerSide:
                 meta = self._record_meta(spec, ref, keys, ref.span.start <= exact_until)
                 if self._store.reserve(meta).accepted:
                     record_id = meta.record_id
-                    self._open_record(state, meta, ref.span, context, lead)
+                    self._open_record(state, meta, context, lead)
             if record_id is not None:
                 context.append((len(keys), ContextChunk(ref.span, record_id)))
             keys.append(ref.key)
@@ -318,16 +318,18 @@ class SchedulerSide:
     ) -> RecordMeta:
         doc_id = ref.document.doc_id if ref.document else None
         num_tokens = len(ref.span)
+        num_rows = num_tokens + len(ref.separator)
         return RecordMeta(
             record_id=self._store.next_record_id(),
             key=ref.key,
             tenant=spec.tenant,
             num_tokens=num_tokens,
             start=ref.span.start,
-            size_bytes=num_tokens * (self._bytes_per_token + PROFILE_BYTES_PER_TOKEN),
+            size_bytes=num_rows * self._bytes_per_token + num_tokens * PROFILE_BYTES_PER_TOKEN,
             prefix_hash=ref.prefix_hash,
             prefix_chunks=tuple(before),
             prefix_is_exact=is_exact,
+            separator=ref.separator,
             document=ref.document,
             generation=self._store.generation(spec.tenant, doc_id),
         )
@@ -336,17 +338,18 @@ class SchedulerSide:
         self,
         state: RequestState,
         meta: RecordMeta,
-        span: Span,
         context: list[tuple[int, ContextChunk]],
         lead: str,
     ) -> None:
         state.reserved.append(meta.record_id)
         state.num_stored_tokens += meta.num_tokens
-        state.pending.append(PendingCapture(meta.record_id, span))
+        end = meta.start + meta.num_tokens + len(meta.separator)
+        state.pending.append(PendingCapture(meta.record_id, Span(meta.start, end)))
         self._new_records.append(
             NewRecord(
                 record_id=meta.record_id,
                 num_tokens=meta.num_tokens,
+                num_separator_tokens=len(meta.separator),
                 start=meta.start,
                 context=tuple(chunk for _, chunk in context),
                 prefix_index=tuple(index for index, _ in context),

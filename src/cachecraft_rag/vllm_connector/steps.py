@@ -31,6 +31,8 @@ class NewRecord:
     """A record to be filled.
 
     Attributes:
+        num_tokens: of the chunk; the profile is about them.
+        num_separator_tokens: stored behind them.
         start: position of the chunk's first token in the prompt it is captured from.
         context: chunks before it in that prompt whose keys are on the shelf, in prompt order.
         prefix_index: for each context chunk, its place in the record's `prefix_chunks`.
@@ -40,6 +42,7 @@ class NewRecord:
 
     record_id: int
     num_tokens: int
+    num_separator_tokens: int
     start: int
     context: tuple[ContextChunk, ...]
     prefix_index: tuple[int, ...]

@@ -157,9 +157,9 @@ class WorkerSide:
 
     def _new_record_sink(self, record: NewRecord) -> Sink:
         layers = {index: index for index in range(len(self._layers))}
-        sink = self._new_sink(record.num_tokens, layers)
+        sink = self._new_sink(record.num_tokens + record.num_separator_tokens, layers)
         head = self._layers[0]
-        shape = (len(self._session.profile_layers), record.num_tokens, head.num_heads, head.head_size)
+        shape = (len(self._session.profile_layers), len(sink.filled), head.num_heads, head.head_size)
         sink.queries = torch.empty(shape, dtype=sink.kv.dtype, device=self._runner.device)
         sink.spec, sink.start = record, record.start
         return sink
@@ -215,9 +215,14 @@ class WorkerSide:
         for layer, place in self._session.profile_layers.items():
             keys = [lead.kv[lead.layers[layer], 0]] if lead else []
             keys += [self._keys_at(chunk.record_id, chunk.span, layer) for _, chunk in before]
-            keys.append(sink.kv[layer, 0])
+            keys.append(sink.kv[layer, 0, : spec.num_tokens])
             inputs.append(
-                LayerInputs(self._layers[layer], queries[place], torch.cat(keys).to(device), key_positions)
+                LayerInputs(
+                    self._layers[layer],
+                    queries[place, : spec.num_tokens],
+                    torch.cat(keys).to(device),
+                    key_positions,
+                )
             )
         return measure_profile(inputs, bounds, [index for index, _ in before], spec.num_prefix_chunks)
 
@@ -228,7 +233,7 @@ class WorkerSide:
         """A record's keys on one layer, moved to `span`."""
         sink = self._holder(record_id)
         assert sink is not None
-        start, keys = sink.start, sink.kv[layer, 0]
+        start, keys = sink.start, sink.kv[layer, 0, : len(span)]
         if start == span.start:
             return keys
         table = self._layers[layer].rotary
