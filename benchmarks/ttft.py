@@ -103,7 +103,8 @@ def measure(engine: CacheCraftEngine, way: Way, chunks: Sequence[Chunk], order: 
         messages(shuffled),
         chunks=shuffled,
         max_tokens=1,
-        store=False,
+        # Full prefill is vLLM's own: it must not pay for storing chunks.
+        store=way.ratio is not None,
         read_prefix_cache=False,
         **way.options(),
     )

@@ -22,6 +22,8 @@ _DUMMY_SPACES = ("▁", "Ġ")
 _SENTINELS = ("\n", "|", "0", "é")
 """Put before a text to take the dummy space; tried in turn until one does not merge with it."""
 
+MAX_CACHED_BLANKS = 64
+
 
 class SegmentTokenizer:
     """Tokenises prompt text and chunks so that the ids of the parts can be put side by side.
@@ -51,6 +53,7 @@ class SegmentTokenizer:
         self.bos_ids = self._find_bos_ids()
         self._sentinels = self._choose_sentinels()
         self._cached_chunk = functools.lru_cache(MAX_CACHED_CHUNKS)(self._encode_chunk)
+        self._cached_blank = functools.lru_cache(MAX_CACHED_BLANKS)(self._encode_plain)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Ids of template text, history or question; markers in it are parsed.
@@ -58,6 +61,8 @@ class SegmentTokenizer:
         Raises:
             InvalidRequestError: `text` is not valid Unicode.
         """
+        if text.isspace():  # what stands between chunks, again and again; nobody's content
+            return self._cached_blank(text)
         ids: list[int] = []
         position = 0
         for marker in self._marker_pattern.finditer(text):
