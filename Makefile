@@ -3,12 +3,14 @@
 #   PYTHON=...    interpreter for .venv (3.11 is what the lock is made for)
 #   PIP_ARGS=...  more arguments for pip, for example an index that has CPU builds of torch
 #   PYTEST_ARGS=, BENCH_ARGS=, LOCK_ARGS=  more arguments for those programs
+#   EXACTNESS_WORKERS=...  cells of `make exactness` at a time
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 LOCK_ARGS ?=
+EXACTNESS_WORKERS ?= 2
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
@@ -56,8 +58,8 @@ lint: venv ## ruff, mypy and the import contracts
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 
-exactness: model ## reuse against full compute on the embedded model
-	$(RUN) -m pytest -m exactness $(PYTEST_ARGS)
+exactness: model ## reuse against full compute: models, dtypes, ways to run the engine
+	$(RUN) -m pytest -m exactness -n $(EXACTNESS_WORKERS) --dist loadgroup tests/exactness $(PYTEST_ARGS)
 
 bench: model ## measure time to first token with and without reuse
 	$(RUN) benchmarks/ttft.py $(BENCH_ARGS)

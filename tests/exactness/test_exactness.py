@@ -112,8 +112,13 @@ def check_cell(model: str, dtype: str, mode: str, root: str, num_prompts: int) -
             assert_within_noise(result, kind, bfloat16_noise(model, root))
 
 
+def grouped(model: str, dtype: str, mode: str) -> Any:
+    """Cells of one model and dtype run in one worker, which measures their noise once."""
+    return pytest.param(model, dtype, mode, marks=pytest.mark.xdist_group(f"{model}-{dtype}"))
+
+
 @pytest.mark.exactness
-@pytest.mark.parametrize(("model", "dtype", "mode"), CELLS)
+@pytest.mark.parametrize(("model", "dtype", "mode"), [grouped(*cell) for cell in CELLS])
 def test_matrix(model: str, dtype: str, mode: str, models_root: str) -> None:
     """Every model, dtype and way of running the engine keeps the invariants on 50 prompts."""
     check_cell(model, dtype, mode, models_root, NUM_PROMPTS)
