@@ -28,8 +28,7 @@ MESSAGES = [{"role": "user", "content": f"{RIVER.text}\n\n{QUEEN.text}\n\nWho wr
 SWAPPED = [{"role": "user", "content": f"{QUEEN.text}\n\n{RIVER.text}\n\nWho wrote it?"}]
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
+def save_tiny_llama(folder: Path, tokenizer, **settings) -> Path:
     """A random Llama with 2 layers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -44,11 +43,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=2048,
         initializer_range=0.2,
+        **settings,
     )
-    folder = tmp_path_factory.mktemp("tiny-model")
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-model"), tokenizer)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -222,3 +226,16 @@ def test_script_without_main_guard_is_told(tmp_path: Path, tiny_model: Path) -> 
     finished = run_script(tmp_path, tiny_model, has_guard=False)
     assert finished.returncode != 0
     assert 'if __name__ == "__main__":' in finished.stderr
+
+
+def test_model_whose_keys_cannot_be_moved_is_computed_in_full(tmp_path: Path, tokenizer) -> None:
+    """A dynamic rope rules reuse out: the engine answers all the same and the report says why."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    model = save_tiny_llama(tmp_path, tokenizer, rope_parameters=rope)
+    with CacheCraftEngine(model, config=CONFIG, **SETTINGS) as engine:
+        ask(engine)
+        report = ask(engine, SWAPPED).report
+    assert report.decision is RequestDecision.FULL
+    assert report.reason is Reason.UNSUPPORTED_MODEL
+    assert "dynamic" in report.why
+    assert {chunk.decision for chunk in report.chunks} == {ChunkDecision.COMPUTED}

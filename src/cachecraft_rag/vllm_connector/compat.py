@@ -173,6 +173,13 @@ def is_aborted(request: Any) -> bool:
 # --- worker side ------------------------------------------------------------------------------
 
 
+def worker_connector() -> Any:
+    """This process's worker-side connector."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KVLayer:
     """One attention layer of the loaded model on this rank."""

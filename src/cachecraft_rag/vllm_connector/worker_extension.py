@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from cachecraft_rag.errors import InternalError
+from cachecraft_rag.vllm_connector import compat
 
 if TYPE_CHECKING:
     from cachecraft_rag.vllm_connector.worker_side import WorkerSide
@@ -39,6 +40,4 @@ class CacheCraftWorkerExtension:
 
 
 def _worker_side() -> WorkerSide:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    return cast("WorkerSide", get_kv_transfer_group().worker_side)
+    return cast("WorkerSide", compat.worker_connector().worker_side)
