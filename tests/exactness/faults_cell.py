@@ -90,14 +90,14 @@ async def measure(root: str) -> dict[str, Any]:
     result["after_pass"] = outcome(await ask(backend, moved, full=True, salt="s", store=False), full)
 
     moved, full = await stored(prompts[3])
-    with fault(side + "scheduler_side.LoadJob"):
+    with fault(side + "orders.LoadJob"):
         result["job"] = {"ends": await finish_reason(backend, moved, salt="j", store=False)}
     result["after_job"] = outcome(await ask(backend, moved, full=True, salt="j", store=False), full)
 
     for name, target in (
         ("capture", "capture._match_rows"),
         ("open_record", "worker_side.WorkerSide._new_record_sink"),
-        ("reserve", "scheduler_side.RecordMeta"),
+        ("reserve", "record_keeper.RecordMeta"),
     ):
         await control(backend, "purge", tenant="t")
         with fault(side + target):

@@ -28,6 +28,8 @@ class RequestState:
         spec: what the driver asked; None for requests that did not come from our driver.
         plan: memoised: vLLM asks again whenever the request waits or was preempted.
         full_reason: why there is no plan.
+        refusals: index of a chunk → why it may not be looked up, nor stored.
+        generations: of each chunk's document at planning time.
         num_local_tokens: vLLM's own prefix hit at the latest look-up.
         first_local_tokens: the same at the first admission, for the report; -1 before it.
         reserved: records this request is filling.
@@ -41,6 +43,8 @@ class RequestState:
     plan: ReusePlan | None = None
     full_reason: Reason | None = None
     full_detail: str = ""
+    refusals: dict[int, Reason] = field(default_factory=dict)
+    generations: list[int] = field(default_factory=list)
     num_local_tokens: int = 0
     first_local_tokens: int = -1
     is_salted: bool = False

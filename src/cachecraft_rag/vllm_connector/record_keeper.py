@@ -1,0 +1,130 @@
+"""Records on their way into the store: reserved when a request is admitted, committed when the
+workers have filled them, given up when they never will."""
+
+from __future__ import annotations
+
+from cachecraft_rag.chunks import ChunkKey, RecordMeta, Span
+from cachecraft_rag.events import Reason
+from cachecraft_rag.store.base import ChunkStore
+from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
+from cachecraft_rag.vllm_connector.request_state import PendingCapture, RequestState
+from cachecraft_rag.vllm_connector.steps import LEAD_PREFIX, ContextChunk, NewRecord, StepFacts
+
+CAPTURABLE = frozenset({Reason.NOT_CACHED, Reason.NO_EXACT_VARIANT})
+"""Computed for these reasons, a chunk is worth storing."""
+PROFILE_BYTES_PER_TOKEN = 4
+ABANDON_AFTER_STEPS = 16
+"""A finished request's record whose last token was scheduled this many steps ago, and which no
+worker completed, never will be."""
+
+
+class RecordKeeper:
+    """Opens records for what requests compute, and sees each of them to its end."""
+
+    def __init__(self, store: ChunkStore, bytes_per_token: int, num_ranks: int) -> None:
+        self._store = store
+        self._bytes_per_token = bytes_per_token
+        self._num_ranks = num_ranks
+        self._new: list[NewRecord] = []
+        self._orphans: dict[int, int] = {}
+
+    def reserve(self, state: RequestState, spec: RequestSpec) -> None:
+        """Reserve a record for every chunk that this request computes and that may be stored."""
+        plan = state.plan if state.ran_job else None
+        exact_until = plan.exact_until if plan else state.num_prompt_tokens
+        lead = LEAD_PREFIX + spec.chunks[0].prefix_hash if spec.chunks else ""
+        before: list[ChunkKey] = []
+        context: list[tuple[int, ContextChunk]] = []
+        for index, ref in enumerate(spec.chunks):
+            record_id = plan.chunks[index].record_id if plan else None
+            if record_id is None and self._is_capturable(state, index, ref, before):
+                meta = self._meta(state, spec, index, before, ref.span.start <= exact_until)
+                if self._store.reserve(meta).accepted:
+                    record_id = meta.record_id
+                    self._open(state, meta, context, lead)
+            if record_id is not None:
+                context.append((len(before), ContextChunk(ref.span, record_id)))
+            before.append(ref.key)
+        if state.reserved and spec.chunks[0].span.start:
+            state.pending.append(PendingCapture(lead, Span(0, spec.chunks[0].span.start)))
+
+    def take_new(self) -> tuple[NewRecord, ...]:
+        """Records opened since the last call."""
+        new, self._new = tuple(self._new), []
+        return new
+
+    def release(self, state: RequestState) -> None:
+        """The request has ended: records it can no longer fill are given up."""
+        unfinished = {capture.sink for capture in state.pending}
+        for record_id in state.reserved:
+            if record_id in unfinished:
+                self._store.abandon(record_id)
+            else:  # filled in the last step, perhaps: the facts of that step are still to come
+                self._orphans[record_id] = ABANDON_AFTER_STEPS
+
+    def take_facts(self, facts: StepFacts) -> None:
+        for record_id, profile in facts.completed.items():
+            self._orphans.pop(record_id, None)
+            if facts.num_ranks == self._num_ranks:
+                self._store.commit(record_id, profile)
+            else:
+                self._store.abandon(record_id)
+        for record_id in facts.broken:
+            self._orphans.pop(record_id, None)
+            self._store.abandon(record_id)
+
+    def tick(self) -> None:
+        """One engine step has passed."""
+        for record_id, steps in list(self._orphans.items()):
+            if steps:
+                self._orphans[record_id] = steps - 1
+            else:
+                del self._orphans[record_id]
+                self._store.abandon(record_id)
+
+    @staticmethod
+    def _is_capturable(state: RequestState, index: int, ref: ChunkRef, before: list[ChunkKey]) -> bool:
+        if index in state.refusals or ref.key in before or ref.span.start < state.num_local_tokens:
+            return False
+        return state.plan is None or state.plan.chunks[index].reason in CAPTURABLE
+
+    def _meta(
+        self, state: RequestState, spec: RequestSpec, index: int, before: list[ChunkKey], is_exact: bool
+    ) -> RecordMeta:
+        ref = spec.chunks[index]
+        num_tokens = len(ref.span)
+        num_rows = num_tokens + len(ref.separator)
+        return RecordMeta(
+            record_id=self._store.next_record_id(),
+            key=ref.key,
+            tenant=spec.tenant,
+            num_tokens=num_tokens,
+            start=ref.span.start,
+            size_bytes=num_rows * self._bytes_per_token + num_tokens * PROFILE_BYTES_PER_TOKEN,
+            prefix_hash=ref.prefix_hash,
+            prefix_chunks=tuple(before),
+            prefix_is_exact=is_exact,
+            separator=ref.separator,
+            document=ref.document,
+            generation=state.generations[index],
+        )
+
+    def _open(
+        self, state: RequestState, meta: RecordMeta, context: list[tuple[int, ContextChunk]], lead: str
+    ) -> None:
+        state.reserved.append(meta.record_id)
+        state.num_stored_tokens += meta.num_tokens
+        end = meta.start + meta.num_tokens + len(meta.separator)
+        state.pending.append(PendingCapture(meta.record_id, Span(meta.start, end)))
+        self._new.append(
+            NewRecord(
+                record_id=meta.record_id,
+                num_tokens=meta.num_tokens,
+                num_separator_tokens=len(meta.separator),
+                start=meta.start,
+                context=tuple(chunk for _, chunk in context),
+                prefix_index=tuple(index for index, _ in context),
+                num_prefix_chunks=len(meta.prefix_chunks),
+                lead=lead,
+            )
+        )
