@@ -176,7 +176,9 @@ class SchedulerSide:
         jobs: list[LoadJob] = []
         failed_blocks: list[int] = []
         for request_id in self._jobs:
-            state = self._states[request_id]
+            state = self._states.get(request_id)
+            if state is None:
+                continue
             block_ids = compat.block_ids_of(scheduler_output, request_id)
             try:
                 unready = self._unready_spans(state, block_ids, scheduler_output)
