@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,17 +12,11 @@ TIE = 1e-3
 
 
 @pytest.mark.engine
-def test_requests_in_flight_give_what_each_gives_alone(tmp_path: Path) -> None:
+def test_requests_in_flight_give_what_each_gives_alone(
+    run_script: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     """200 mixed requests, 8 in flight, with preemptions and with aborts in the middle of a load."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("concurrency_cell.py")), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, f"the run died:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    result = json.loads(lines[0].removeprefix("RESULT "))
+    result = run_script("concurrency_cell.py", str(tmp_path))
     assert result["num_answers"] == 200
     assert all(difference["tie"] < TIE for difference in result["differing"]), result["differing"]
     assert result["same_decisions"] == 200

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
 MODELS = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "default")
 MODES = {
     "eager-inproc": {"eager": True, "in_process": True, "tensor_parallel_size": 1},
@@ -47,27 +43,25 @@ SMALL = [
 ]
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "cell.py"), json.dumps(cell)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-            return result
-    raise AssertionError(f"the cell died:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+RunCell = Callable[[dict[str, Any]], dict[str, Any]]
+CheckCell = Callable[[str, str, str], None]
 
 
-@functools.cache
-def bfloat16_noise(model: str, root: str) -> float:
-    """How far two full prefills are apart that are cut at 512 and at 8192 tokens."""
-    cell = {**MODES["eager-inproc"], "model": model, "dtype": "bfloat16", "root": root}
-    return float(run_cell({**cell, "num_prompts": NUM_PROMPTS, "noise_only": True})["noise"])
+@pytest.fixture(scope="session")
+def run_cell(run_script: Callable[..., dict[str, Any]]) -> RunCell:
+    return lambda cell: run_script("cell.py", json.dumps(cell))
+
+
+@pytest.fixture(scope="session")
+def bfloat16_noise(run_cell: RunCell, models_root: str) -> Callable[[str], float]:
+    """How far two full prefills of a model are apart that are cut at 512 and at 8192 tokens."""
+
+    @functools.cache
+    def measure(model: str) -> float:
+        cell = {**MODES["eager-inproc"], "model": model, "dtype": "bfloat16", "root": models_root}
+        return float(run_cell({**cell, "num_prompts": NUM_PROMPTS, "noise_only": True})["noise"])
+
+    return measure
 
 
 @pytest.fixture(scope="session")
@@ -100,16 +94,22 @@ def assert_nothing_leaked(result: dict[str, Any]) -> None:
     assert result["leaks"] == {"num_pinned": 0, "num_reserved": 0, "num_running": 0}
 
 
-def check_cell(model: str, dtype: str, mode: str, root: str, num_prompts: int) -> None:
-    cell = {**MODES[mode], "model": model, "dtype": dtype, "root": root, "num_prompts": num_prompts}
-    result = run_cell(cell)
-    assert_reuse_was_real(result, num_prompts)
-    assert_nothing_leaked(result)
-    for kind in ("recompute_all", "exact", "exact_after_reuse", "follow_up"):
-        if dtype == "float32":
-            assert_same_answers(result, kind)
-        else:
-            assert_within_noise(result, kind, bfloat16_noise(model, root))
+@pytest.fixture(scope="session")
+def check_cell(run_cell: RunCell, bfloat16_noise: Callable[[str], float], models_root: str) -> CheckCell:
+    """Runs one cell and checks all that must hold in it."""
+
+    def check(model: str, dtype: str, mode: str) -> None:
+        cell = {"model": model, "dtype": dtype, "root": models_root, "num_prompts": NUM_PROMPTS}
+        result = run_cell({**MODES[mode], **cell})
+        assert_reuse_was_real(result, NUM_PROMPTS)
+        assert_nothing_leaked(result)
+        for kind in ("recompute_all", "exact", "exact_after_reuse", "follow_up"):
+            if dtype == "float32":
+                assert_same_answers(result, kind)
+            else:
+                assert_within_noise(result, kind, bfloat16_noise(model))
+
+    return check
 
 
 def grouped(model: str, dtype: str, mode: str) -> Any:
@@ -119,13 +119,13 @@ def grouped(model: str, dtype: str, mode: str) -> Any:
 
 @pytest.mark.exactness
 @pytest.mark.parametrize(("model", "dtype", "mode"), [grouped(*cell) for cell in CELLS])
-def test_matrix(model: str, dtype: str, mode: str, models_root: str) -> None:
+def test_matrix(check_cell: CheckCell, model: str, dtype: str, mode: str) -> None:
     """Every model, dtype and way of running the engine keeps the invariants on 50 prompts."""
-    check_cell(model, dtype, mode, models_root, NUM_PROMPTS)
+    check_cell(model, dtype, mode)
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("model", "dtype", "mode"), SMALL)
-def test_small_matrix(model: str, dtype: str, mode: str, models_root: str) -> None:
+def test_small_matrix(check_cell: CheckCell, model: str, dtype: str, mode: str) -> None:
     """Four cells of the matrix, in every test run."""
-    check_cell(model, dtype, mode, models_root, NUM_PROMPTS)
+    check_cell(model, dtype, mode)

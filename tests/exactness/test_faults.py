@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +12,9 @@ EXACT = 1e-3
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcomes(run_script: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What became of one request after another, each with a fault planted in another hook."""
-    root = tmp_path_factory.mktemp("models")
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("faults_cell.py")), str(root)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, f"the run died:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    found: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
-    return found
+    return run_script("faults_cell.py", str(tmp_path_factory.mktemp("models")))
 
 
 def test_record_that_is_gone_is_computed_instead(outcomes: dict[str, Any]) -> None:

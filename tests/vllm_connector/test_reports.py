@@ -16,7 +16,7 @@ from cachecraft_rag.events import ChunkDecision, ChunkReport, Reason, RequestDec
 from cachecraft_rag.planner.build import build_plan
 from cachecraft_rag.planner.plan import PlanRequest, ReusePlan
 from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
-from cachecraft_rag.vllm_connector.reports import build_report, full_compute_report
+from cachecraft_rag.vllm_connector.reports import build_report
 from cachecraft_rag.vllm_connector.request_state import RequestState
 from cachecraft_rag.vllm_connector.steps import JobFacts
 
@@ -239,13 +239,3 @@ def test_times_and_bytes_are_the_workers() -> None:
     """What the worker measured is in the report."""
     report = build_report(make_state(["moved"]))
     assert (report.load_s, report.recompute_s, report.loaded_bytes) == (0.5, 0.25, 4096)
-
-
-def test_a_request_that_was_never_seen_is_reported_in_full() -> None:
-    """Without the connector all tokens are computed, and every chunk says why."""
-    refs = make_refs(["moved", "exact"])
-    report = full_compute_report(RequestSpec("r1", "t", refs), 40, Reason.UNSUPPORTED_MODEL, "MLA")
-    assert counts(report) == {"computed": 40}
-    assert [counts(chunk) for chunk in report.chunks] == [{"computed": CHUNK_TOKENS}] * 2
-    assert {chunk.reason for chunk in report.chunks} == {Reason.UNSUPPORTED_MODEL}
-    assert report.why.endswith("MLA")

@@ -13,7 +13,7 @@ from cachecraft_rag.events import (
     ReuseReport,
 )
 from cachecraft_rag.planner.plan import ChunkPlan, ReusePlan
-from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
+from cachecraft_rag.vllm_connector.messages import ChunkRef
 from cachecraft_rag.vllm_connector.request_state import RequestState
 
 TIER_HOST = "host"
@@ -140,31 +140,3 @@ def _kept_separators(plan: ReusePlan | None, local: int, failed: frozenset[int])
 
 def _overlap(span: Span, start: int, end: int) -> int:
     return max(0, min(span.end, end) - max(span.start, start))
-
-
-def full_compute_report(
-    spec: RequestSpec, num_prompt_tokens: int, reason: Reason, detail: str = ""
-) -> ReuseReport:
-    """Report of a request that the connector never saw."""
-    chunks = tuple(
-        ChunkReport(
-            chunk_key=ref.key,
-            doc_id=ref.document.doc_id if ref.document else None,
-            version=ref.document.version if ref.document else None,
-            decision=ChunkDecision.COMPUTED,
-            reason=reason,
-            start=ref.span.start,
-            num_tokens=len(ref.span),
-            num_computed_tokens=len(ref.span),
-        )
-        for ref in spec.chunks
-    )
-    return ReuseReport(
-        request_id=spec.request_id,
-        decision=RequestDecision.FULL,
-        reason=reason,
-        detail=detail,
-        num_prompt_tokens=num_prompt_tokens,
-        num_computed_tokens=num_prompt_tokens,
-        chunks=chunks,
-    )
