@@ -74,8 +74,9 @@ async def control(backend: Any, action: str, **arguments: Any) -> Any:
 def prompts_of(cell: dict[str, Any]) -> list[Any]:
     from workload import mixed_prompts
 
-    vocab_size = 40_000 if cell["model"] == "default" else 2048
-    return mixed_prompts(cell["num_prompts"], vocab_size, max_tokens=1200, seed=7)
+    if cell["model"] == "default":
+        return mixed_prompts(cell["num_prompts"], 40_000, max_tokens=1200, seed=7, most_tokens=300)
+    return mixed_prompts(cell["num_prompts"], 2048, max_tokens=1200, seed=7)
 
 
 async def measure_noise(cell: dict[str, Any]) -> dict[str, Any]:

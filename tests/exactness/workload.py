@@ -74,8 +74,13 @@ def join(parts: Sequence[tuple[Sequence[int], bool]]) -> Prompt:
     return Prompt(tuple(token_ids), tuple(spans))
 
 
-def mixed_prompts(count: int, vocab_size: int, max_tokens: int, seed: int) -> list[Prompt]:
-    """Prompts over one pool of chunks: any order, repeats, no lead, no separators, no question."""
+def mixed_prompts(
+    count: int, vocab_size: int, max_tokens: int, seed: int, most_tokens: int | None = None
+) -> list[Prompt]:
+    """Prompts over one pool of chunks: any order, repeats, no lead, no separators, no question.
+
+    With `most_tokens` only every twelfth prompt is longer than that: large models take their time.
+    """
     rng = random.Random(seed)
 
     def words(low: int, high: int) -> list[int]:
@@ -92,7 +97,10 @@ def mixed_prompts(count: int, vocab_size: int, max_tokens: int, seed: int) -> li
             parts.append((separator, False))
         parts.append((words(1, 60) if rng.random() < 0.9 else [], False))
         prompt = join(parts)
-        if 16 <= len(prompt.token_ids) <= max_tokens:
+        low, high = 16, max_tokens
+        if most_tokens is not None:
+            low, high = (16, most_tokens) if len(prompts) % 12 else (600, max_tokens)
+        if low <= len(prompt.token_ids) <= high:
             prompts.append(prompt)
     return prompts
 
