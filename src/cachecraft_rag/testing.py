@@ -15,6 +15,7 @@ from typing import Any
 from cachecraft_rag.chunks import Chunk, chunk_key
 from cachecraft_rag.engine.api import Completion, CompletionDelta, Message
 from cachecraft_rag.engine.options import CallOptions, check_chunks, check_messages, check_prompt
+from cachecraft_rag.engine.reports import absent_chunk
 from cachecraft_rag.errors import EngineClosedError
 from cachecraft_rag.events import ChunkDecision, ChunkReport, Reason, RequestDecision, ReuseReport
 
@@ -271,15 +272,7 @@ def _decide(prefixes: set[str], prefix: str, options: CallOptions) -> tuple[Chun
 
 
 def _absent(chunk: Chunk, tenant: str) -> ChunkReport:
-    return ChunkReport(
-        chunk_key=chunk_key(tenant, _token_ids(_words(chunk.text.strip()))),
-        doc_id=chunk.doc_id,
-        version=chunk.version,
-        decision=ChunkDecision.COMPUTED,
-        reason=Reason.NOT_IN_PROMPT,
-        start=-1,
-        num_tokens=0,
-    )
+    return absent_chunk(chunk, chunk_key(tenant, _token_ids(_words(chunk.text.strip()))))
 
 
 def _request_reason(options: CallOptions, reports: Sequence[ChunkReport]) -> Reason:

@@ -38,7 +38,7 @@ def absent_chunks(
     found = {segment.text for segment in layout.chunks}
     texts = {chunk.text.strip(): chunk for chunk in passed}
     return tuple(
-        _absent(chunk, chunk_key(namespace, encode(text)))
+        absent_chunk(chunk, chunk_key(namespace, encode(text)))
         for text, chunk in texts.items()
         if text not in found
     )
@@ -58,7 +58,8 @@ def _computed(segment: Segment, reason: Reason) -> ChunkReport:
     )
 
 
-def _absent(chunk: Chunk, key: ChunkKey) -> ChunkReport:
+def absent_chunk(chunk: Chunk, key: ChunkKey) -> ChunkReport:
+    """Report of a chunk that was passed and whose text does not stand in the prompt."""
     return ChunkReport(
         chunk_key=key,
         doc_id=chunk.doc_id,

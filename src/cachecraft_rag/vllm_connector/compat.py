@@ -203,7 +203,6 @@ class KVLayer:
 
 
 _ORIGINAL_UPDATE = "_cachecraft_original_update"
-_ORIGINAL_FORWARD = "_cachecraft_original_forward"
 
 
 def discover_layers(runner: Any) -> tuple[KVLayer, ...]:
@@ -305,7 +304,6 @@ def _wrap_forward(impl: Any, index: int, on_query: OnQuery) -> None:
         on_query(index, query)
         return original(layer, query, *args, **kwargs)
 
-    setattr(impl, _ORIGINAL_FORWARD, original)
     impl.forward = forward
 
 
