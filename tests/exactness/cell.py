@@ -16,6 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+LIVE_STRATEGIES = ("focus", "cacheblend")
+"""Their tokens are chosen in the workers, which must agree."""
+
 
 def make(cell: dict[str, Any], max_num_batched_tokens: int) -> Any:
     from cachecraft_rag.config import CacheCraftConfig
@@ -91,16 +94,18 @@ async def measure_noise(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 async def measure_cell(cell: dict[str, Any]) -> dict[str, Any]:
-    from workload import ask, logprob_gap, tie_gap
+    from workload import ask, describe_difference, logprob_gap, tie_gap
 
     backend = await started(cell, 8192)
-    result: dict[str, Any] = {"gaps": {}, "ties": {}, "counts": {}}
+    result: dict[str, Any] = {"gaps": {}, "ties": {}, "differences": [], "counts": {}}
 
     def compare(kind: str, answer: Any, full: Any) -> None:
         gaps = result["gaps"].setdefault(kind, [])
         gaps.append(logprob_gap(answer, full))
         if (tie := tie_gap(full, answer)) is not None:
             result["ties"].setdefault(kind, []).append(tie)
+            reports = f"{answer.report.why} | {full.report.why}"
+            result["differences"].append(f"{kind}, {describe_difference(answer, full)}; {reports}")
 
     def count(kind: str, number: int) -> None:
         result["counts"][kind] = result["counts"].get(kind, 0) + number
@@ -125,6 +130,11 @@ async def measure_cell(cell: dict[str, Any]) -> dict[str, Any]:
         moved_full = await ask(backend, moved, full=True, store=False)
         compare("exact_after_reuse", after, moved_full)
         result["approximation"] = max(result.get("approximation", 0.0), logprob_gap(reused, moved_full))
+        for strategy in LIVE_STRATEGIES:
+            once = await ask(backend, moved, strategy=strategy, recompute_ratio=0.4, store=False)
+            again = await ask(backend, moved, strategy=strategy, recompute_ratio=0.4, store=False)
+            compare(f"{strategy}_again", again, once)
+            count(f"{strategy}_tokens", once.report.num_recomputed_tokens)
         turn = moved.extended([*after.token_ids, 14, 15, 16])
         follow_up = await ask(backend, turn, full=True, salt=salt)
         compare("follow_up", follow_up, await ask(backend, turn, full=True, store=False))

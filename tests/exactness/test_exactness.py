@@ -70,8 +70,8 @@ def models_root(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def assert_same_answers(result: dict[str, Any], kind: str) -> None:
-    assert max(result["gaps"][kind]) <= FLOAT32_LOGPROB_GAP
-    assert all(tie <= TIE for tie in result["ties"].get(kind, ()))
+    assert max(result["gaps"][kind]) <= FLOAT32_LOGPROB_GAP, result["differences"]
+    assert all(tie <= TIE for tie in result["ties"].get(kind, ())), result["differences"]
 
 
 def assert_within_noise(result: dict[str, Any], kind: str, noise: float) -> None:
@@ -89,6 +89,13 @@ def assert_reuse_was_real(result: dict[str, Any], num_prompts: int) -> None:
     assert result["approximation"] > FLOAT32_LOGPROB_GAP
 
 
+def assert_live_selection_repeats(result: dict[str, Any]) -> None:
+    """Tokens chosen by the workers while the request runs are the same ones the next time."""
+    for strategy in ("focus", "cacheblend"):
+        assert result["counts"][f"{strategy}_tokens"] > 0
+        assert max(result["gaps"][f"{strategy}_again"]) == 0.0, result["differences"]
+
+
 def assert_nothing_leaked(result: dict[str, Any]) -> None:
     assert result["check"] == []
     assert result["leaks"] == {"num_pinned": 0, "num_reserved": 0, "num_running": 0}
@@ -102,6 +109,7 @@ def check_cell(run_cell: RunCell, bfloat16_noise: Callable[[str], float], models
         cell = {"model": model, "dtype": dtype, "root": models_root, "num_prompts": NUM_PROMPTS}
         result = run_cell({**MODES[mode], **cell})
         assert_reuse_was_real(result, NUM_PROMPTS)
+        assert_live_selection_repeats(result)
         assert_nothing_leaked(result)
         for kind in ("recompute_all", "exact", "exact_after_reuse", "follow_up"):
             if dtype == "float32":

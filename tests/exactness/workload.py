@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -159,12 +160,18 @@ async def fetch_report(backend: Backend, name: str) -> Mapping[str, object]:
 
 
 def logprob_gap(left: Answer, right: Answer) -> float:
-    """Largest difference of log-probabilities over the common beginning of two greedy answers."""
+    """Largest difference of log-probabilities over the common beginning of two greedy answers.
+
+    Infinite where a step has no candidate in common or a value is not a number: `max` would pass over both.
+    """
     gap = 0.0
     pairs = zip(left.token_ids, right.token_ids, left.logprobs, right.logprobs, strict=True)
     for left_token, right_token, left_step, right_step in pairs:
-        for token in left_step.keys() & right_step.keys():
-            gap = max(gap, abs(left_step[token] - right_step[token]))
+        common = left_step.keys() & right_step.keys()
+        differences = [abs(left_step[token] - right_step[token]) for token in common]
+        if not differences or any(map(math.isnan, differences)):
+            return math.inf
+        gap = max(gap, *differences)
         if left_token != right_token:
             break
     return gap
@@ -172,9 +179,24 @@ def logprob_gap(left: Answer, right: Answer) -> float:
 
 def tie_gap(left: Answer, right: Answer) -> float | None:
     """None where two answers have the same tokens, else how close the two best candidates were
-    where they first differ."""
+    where they first differ; infinite where a token is not the best of its own candidates."""
     for index, (a, b) in enumerate(zip(left.token_ids, right.token_ids, strict=True)):
         if a != b:
+            if not (_is_best(left, index) and _is_best(right, index)):
+                return math.inf
             best, second = sorted(left.logprobs[index].values(), reverse=True)[:2]
             return best - second
     return None
+
+
+def describe_difference(left: Answer, right: Answer) -> str:
+    """Where two answers first differ, for the message of a test that fails."""
+    for index, (a, b) in enumerate(zip(left.token_ids, right.token_ids, strict=True)):
+        if a != b:
+            return f"step {index}: {a} of {left.logprobs[index]}, {b} of {right.logprobs[index]}"
+    return "the same tokens"
+
+
+def _is_best(answer: Answer, index: int) -> bool:
+    step = answer.logprobs[index]
+    return step.get(answer.token_ids[index]) == max(step.values())
