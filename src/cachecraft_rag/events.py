@@ -42,8 +42,16 @@ class Reason(enum.StrEnum):
     NOT_IN_PROMPT = "not_in_prompt"
     TOO_SHORT = "too_short"
     SUPERSEDED_VERSION = "superseded_version"
+    QUARANTINED = "quarantined"
     NO_CHUNKS = "no_chunks_matched"
     REUSE_OFF = "reuse_off"
+    PRECISION_CRITICAL = "precision_critical"
+    ALTERED_CHUNKS = "altered_chunks"
+    LONG_OUTPUT = "long_output"
+    COMPLEX_QUESTION = "complex_question"
+    TOO_MANY_MISSING = "too_many_missing"
+    OVERHEAD_TOO_HIGH = "overhead_too_high"
+    QUALITY_BREAKER = "quality_breaker"
     UNSUPPORTED_MODEL = "unsupported_model"
     UNSUPPORTED_REQUEST = "unsupported_request"
     SELF_TEST_FAILED = "self_test_failed"
@@ -68,8 +76,16 @@ _SENTENCES: Mapping[Reason, str] = {
     Reason.NOT_IN_PROMPT: "Its text does not occur in the rendered prompt.",
     Reason.TOO_SHORT: "It has fewer tokens than min_chunk_tokens.",
     Reason.SUPERSEDED_VERSION: "A newer version of its document is registered.",
+    Reason.QUARANTINED: "Answers with its KV went wrong, so it is computed and stored anew; see feedback.",
     Reason.NO_CHUNKS: "No known chunk occurs in the prompt.",
     Reason.REUSE_OFF: "The request asked for full compute.",
+    Reason.PRECISION_CRITICAL: "Marked precision-critical, so nothing may be approximated.",
+    Reason.ALTERED_CHUNKS: "The template altered most of the chunks, so that few match word for word.",
+    Reason.LONG_OUTPUT: "A long answer may be generated, over which small errors add up.",
+    Reason.COMPLEX_QUESTION: "The wording of the question makes another answer with reused KV likely.",
+    Reason.TOO_MANY_MISSING: "Too few of its chunks were in the store; the others were offered to it.",
+    Reason.OVERHEAD_TOO_HIGH: "Repairing the reused KV would have cost nearly as much as full compute.",
+    Reason.QUALITY_BREAKER: "Sampled answers with reuse differed too much from full compute; see feedback.",
     Reason.UNSUPPORTED_MODEL: "This model's KV cannot be moved; see the detail.",
     Reason.UNSUPPORTED_REQUEST: "This request uses a feature that rules out reuse; see the detail.",
     Reason.SELF_TEST_FAILED: "The start-up self-test failed on this model, so reuse is off.",
@@ -121,7 +137,10 @@ class ReuseReport:
     Attributes:
         detail: free text that goes with `reason`.
         ttft_s: seconds from the call to the first token, -1 if no token came.
-        load_s / recompute_s: seconds the worker spent loading KV and in the recompute pass.
+        num_probe_tokens: tokens of the question that were computed once more, to choose by what it
+            attends to; they are part of the budget but of none of the other counts.
+        load_s / select_s / recompute_s: seconds the worker spent loading KV, choosing tokens and in the
+            recompute pass.
     """
 
     request_id: str
@@ -134,8 +153,10 @@ class ReuseReport:
     num_recomputed_tokens: int = 0
     num_computed_tokens: int = 0
     num_stored_tokens: int = 0
+    num_probe_tokens: int = 0
     ttft_s: float = -1.0
     load_s: float = 0.0
+    select_s: float = 0.0
     recompute_s: float = 0.0
     loaded_bytes: int = 0
     chunks: tuple[ChunkReport, ...] = field(default=())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachecraft_rag.errors import PlanError
-from cachecraft_rag.planner.overlap import beta, beta_prime, gamma
+from cachecraft_rag.planner.overlap import beta, beta_prime, gamma, paper_beta, paper_beta_prime
 
 
 def test_beta_is_the_share_of_attention_to_common_chunks(make_record):
@@ -88,3 +88,40 @@ def test_beta_prime_discounts_disorder(make_record):
     """All chunks are there, one of three pairs is swapped: 1 * (1 - 1/3)."""
     record = make_record(prefix="abc", inter=(0.2, 0.3, 0.5))
     assert beta_prime(record, "acb") == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("new_prefix", ["", "a", "xyz"])
+@pytest.mark.parametrize("inter", [None, ()])
+def test_a_first_position_variant_fits_everywhere_in_the_paper(make_record, inter, new_prefix):
+    """0/0 counts as 1 there, as both known re-implementations have it."""
+    assert paper_beta_prime(make_record(prefix="", inter=inter), new_prefix) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("inter", "expected"), [(None, 0.0), ((0.0, 0.0), 1.0), ((math.nan, 0.1), 0.0), ((math.inf, 0.1), 0.0)]
+)
+def test_the_paper_without_a_usable_profile(make_record, inter, expected):
+    """No attention to the prefix is 0/0 again; what was not or not properly measured is no overlap."""
+    assert paper_beta(make_record(prefix="ab", inter=inter), "xy") == expected
+
+
+def test_unseen_chunks_in_the_new_prefix_do_not_lower_the_published_beta(make_record):
+    """Only the share of attention counts: .6 of it went to chunk a, in whatever company it is now."""
+    record = make_record(prefix="aba", inter=(0.6, 0.4, 5.0))
+    assert paper_beta(record, "a") == paper_beta(record, "axyz") == pytest.approx(0.6)
+    assert paper_beta(record, "xyz") == paper_beta(record, "") == 0.0
+
+
+@given(data=st.data(), old=st.text("abcd", min_size=1, max_size=4), new=st.text("abcdxy", max_size=6))
+def test_ours_never_trusts_more_than_the_paper(make_record, data, old, new):
+    """Every departure lowers the overlap; both stay in [0, 1]."""
+    inter = data.draw(st.lists(st.floats(0, 9), min_size=len(old), max_size=len(old)))
+    record = make_record(prefix=old, inter=inter)
+    assert 0.0 <= beta(record, new) <= paper_beta(record, new) <= 1.0 + 1e-9
+    assert 0.0 <= beta_prime(record, new) <= paper_beta_prime(record, new) <= 1.0 + 1e-9
+
+
+def test_the_published_beta_needs_a_matching_profile_too(make_record):
+    """One value for two chunks is a damaged record here as well."""
+    with pytest.raises(PlanError, match="1 values for 2 prefix chunks"):
+        paper_beta(make_record(prefix="ab", inter=(0.6,)), "ab")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cachecraft_rag.chunks import ChunkKey, DocumentRef, Span
 from cachecraft_rag.events import Reason
+from cachecraft_rag.planner.limits import PlanLimits
 from cachecraft_rag.vllm_connector.messages import ChunkRef, ControlMessage, RequestSpec
 
 documents = st.none() | st.builds(DocumentRef, st.text(max_size=8), st.none() | st.text(max_size=8))
@@ -18,22 +19,26 @@ spans = st.builds(
     lambda start, length: Span(start, start + length), st.integers(0, 9999), st.integers(0, 999)
 )
 separators = st.lists(st.integers(0, 99), max_size=3).map(tuple)
+refusals = st.none() | st.sampled_from(Reason)
 chunk_refs = st.builds(
-    ChunkRef, spans, st.text(max_size=8).map(ChunkKey), st.text(max_size=8), documents, separators
+    ChunkRef, spans, st.text(max_size=8).map(ChunkKey), st.text(max_size=8), documents, separators, refusals
 )
 specs = st.builds(
     RequestSpec,
     request_id=st.text(max_size=8),
     tenant=st.text(max_size=8),
     chunks=st.lists(chunk_refs, max_size=4).map(tuple),
-    strategy=st.sampled_from(["", "cachecraft", "naive"]),
+    strategy=st.sampled_from(["", "focus", "naive"]),
     alpha=st.floats(0, 4),
+    share=st.floats(0, 1),
     recompute_ratio=st.none() | st.floats(0, 1),
     granularity=st.integers(1, 16),
     exact_only=st.booleans(),
     store=st.booleans(),
+    store_from=st.integers(0, 4),
     full_reason=st.none() | st.sampled_from(Reason),
     full_detail=st.text(max_size=8),
+    limits=st.none() | st.builds(PlanLimits, st.floats(0, 1), st.floats(0, 1)),
 )
 
 

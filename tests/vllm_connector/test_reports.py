@@ -15,6 +15,7 @@ from cachecraft_rag.chunks import AttentionProfile, ChunkKey, DocumentRef, Recor
 from cachecraft_rag.events import ChunkDecision, ChunkReport, Reason, RequestDecision, ReuseReport
 from cachecraft_rag.planner.build import build_plan
 from cachecraft_rag.planner.plan import PlanRequest, ReusePlan
+from cachecraft_rag.planner.strategies import STRATEGIES
 from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
 from cachecraft_rag.vllm_connector.reports import build_report
 from cachecraft_rag.vllm_connector.request_state import RequestState
@@ -95,8 +96,17 @@ def make_state(
         full_reason=full_reason,
         first_local_tokens=local,
         ran_job=ran_job,
-        facts=JobFacts(0.5, 0.25, 4096, tuple(failed)) if ran_job else None,
+        facts=make_facts(plan, failed) if ran_job else None,
     )
+
+
+def make_facts(plan: ReusePlan | None, failed: Sequence[int]) -> JobFacts:
+    """What workers would answer; of a live selection they choose all that the budget allows."""
+    chosen: tuple[Span, ...] = ()
+    if plan is not None and plan.live is not None:
+        missing = [chunk.span for chunk in plan.chunks if chunk.record_id in failed]
+        chosen = plan.live.without(missing).choose(None, plan.live.num_tokens)
+    return JobFacts(0.5, 0.25, 4096, tuple(failed), select_s=0.125, num_probe_tokens=4, chosen=chosen)
 
 
 @st.composite
@@ -111,7 +121,7 @@ def states(draw: st.DrawFn) -> RequestState:
         kinds,
         num_tail=num_tail,
         ratio=draw(st.sampled_from([0.0, 0.15, 0.5, 1.0])),
-        strategy=draw(st.sampled_from(["cachecraft", "naive", "recompute_all"])),
+        strategy=draw(st.sampled_from(sorted(STRATEGIES))),
         local=draw(st.integers(-1, num_tokens - 1)),
         ran_job=draw(st.booleans()),
         failed=draw(st.lists(st.sampled_from(ids), unique=True)) if ids else (),
@@ -121,7 +131,7 @@ def states(draw: st.DrawFn) -> RequestState:
 
 def fate_of_tokens(state: RequestState) -> list[str]:
     """What became of each token of the prompt, one by one: reused, recomputed or computed."""
-    plan = state.plan if state.ran_job else None
+    plan = state.executed_plan
     failed = state.facts.failed_records if state.facts else ()
     fates = []
     for position in range(state.num_prompt_tokens):
@@ -239,3 +249,13 @@ def test_times_and_bytes_are_the_workers() -> None:
     """What the worker measured is in the report."""
     report = build_report(make_state(["moved"]))
     assert (report.load_s, report.recompute_s, report.loaded_bytes) == (0.5, 0.25, 4096)
+    assert (report.select_s, report.num_probe_tokens) == (0.125, 4)
+
+
+def test_a_chunk_of_which_nothing_was_chosen_was_reused() -> None:
+    """The plan calls it repaired until the workers have chosen."""
+    state = make_state(["moved", "moved"], ratio=0.05, strategy="question")
+    assert state.plan is not None
+    assert [chunk.decision for chunk in state.plan.chunks] == [ChunkDecision.REPAIRED] * 2
+    decisions = [chunk.decision for chunk in build_report(state).chunks]
+    assert sorted(decisions) == [ChunkDecision.REPAIRED, ChunkDecision.REUSED]

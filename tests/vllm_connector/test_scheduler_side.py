@@ -2,106 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cachecraft_rag.chunks import ChunkKey, DocumentRef, Span
-from cachecraft_rag.events import Reason, ReuseReport
-from cachecraft_rag.store.host import HostChunkStore
-from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ChunkRef, ControlMessage, RequestSpec
+from cachecraft_rag.events import Reason, RequestDecision, ReuseReport
+from cachecraft_rag.planner.limits import PlanLimits
+from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ChunkRef
 from cachecraft_rag.vllm_connector.record_keeper import ABANDON_AFTER_STEPS
-from cachecraft_rag.vllm_connector.scheduler_side import SchedulerSide
-from cachecraft_rag.vllm_connector.steps import JobFacts, StepFacts, StepOrders
+from cachecraft_rag.vllm_connector.steps import JobFacts, StepFacts
 
 BLOCK = 4
-NUM_TOKENS = 40
-NUM_BLOCKS = NUM_TOKENS // BLOCK
 TENANT = "t"
-
-
-class Scheduler:
-    """The part of vLLM's scheduler that drives the connector: one step after another."""
-
-    def __init__(self) -> None:
-        self.store = HostChunkStore(1 << 20, 2)
-        self.side = SchedulerSide(
-            self.store, block_size=BLOCK, bytes_per_token=8, min_chunk_tokens=2, num_ranks=1
-        )
-        self.evicted: set[int] = set()
-        self.side.bind_block_pool(SimpleNamespace(evict_blocks=self.evicted.update))
-        self.num_requests = 0
-
-    def request(self, chunks: Sequence[ChunkRef], **options: Any) -> Any:
-        self.num_requests += 1
-        name = f"r{self.num_requests}"
-        options = {"strategy": "naive", **options}
-        spec = RequestSpec(name, TENANT, tuple(chunks), **options)
-        return SimpleNamespace(
-            request_id=f"vllm-{name}",
-            kv_transfer_params=spec.to_params(),
-            num_prompt_tokens=NUM_TOKENS,
-            prompt_token_ids=list(range(NUM_TOKENS)),
-            skip_reading_prefix_cache=False,
-            block_hashes=[bytes([index]) * 4 for index in range(NUM_BLOCKS)],
-            status=SimpleNamespace(name="FINISHED_STOPPED"),
-        )
-
-    def schedule(self, request: Any, local: int = 0) -> StepOrders:
-        """Look up, admit, and run the rest of the prompt in one step."""
-        promised = self.side.look_up(request, local)
-        self.side.admit(request, promised)
-        return self.orders((request, local + promised))
-
-    def orders(self, *running: tuple[Any, int]) -> StepOrders:
-        """Orders of a step in which each request runs from a position to its end."""
-        blocks = {request.request_id: list(range(NUM_BLOCKS)) for request, _ in running}
-        new = [SimpleNamespace(req_id=r.request_id, num_computed_tokens=start) for r, start in running]
-        return self.side.build_orders(
-            SimpleNamespace(
-                num_scheduled_tokens={r.request_id: NUM_TOKENS - start for r, start in running},
-                scheduled_new_reqs=new,
-                scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-                kv_connector_block_state=SimpleNamespace(
-                    resolve_block_ids=lambda request_id: (blocks[request_id],)
-                ),
-            )
-        )
-
-    def fill(self, orders: StepOrders) -> None:
-        """The workers have filled all that was opened."""
-        self.side.take_facts(StepFacts({record.record_id: None for record in orders.new_records}))
-
-    def store_chunk(self, chunk: ChunkRef) -> None:
-        """A whole request that computes and stores one chunk."""
-        request = self.request([chunk])
-        self.fill(self.schedule(request))
-        self.side.finish(request, [])
-        self.orders()
-
-    def control(self, action: str, **arguments: Any) -> Any:
-        message = ControlMessage("c", action, {"tenant": TENANT, **arguments})
-        self.side.on_new_request(SimpleNamespace(kv_transfer_params=message.to_params()))
-        return dict(self.orders().replies)["c"]
-
-
-@pytest.fixture
-def scheduler() -> Scheduler:
-    return Scheduler()
 
 
 def chunk(start: int = 4, prefix_hash: str = "p", document: DocumentRef | None = None) -> ChunkRef:
     return ChunkRef(Span(start, start + 8), ChunkKey("k"), prefix_hash, document)
 
 
-def assert_found(scheduler: Scheduler, is_found: bool) -> None:
+def assert_found(scheduler: Any, is_found: bool) -> None:
     assert bool(scheduler.store.variants(TENANT, ChunkKey("k"))) is is_found
     assert scheduler.store.check() == []
 
 
-def test_computed_chunk_is_opened_captured_and_found(scheduler: Scheduler) -> None:
+def test_computed_chunk_is_opened_captured_and_found(scheduler: Any) -> None:
     """A miss is captured with the text before it; once filled, another prompt is promised it."""
     first = scheduler.request([chunk()])
     orders = scheduler.schedule(first)
@@ -117,7 +42,7 @@ def test_computed_chunk_is_opened_captured_and_found(scheduler: Scheduler) -> No
     assert job.recompute == (Span(0, 12),)
 
 
-def test_local_hit_shortens_the_promise(scheduler: Scheduler) -> None:
+def test_local_hit_shortens_the_promise(scheduler: Any) -> None:
     """What vLLM's own prefix cache holds is neither promised nor loaded again."""
     scheduler.store_chunk(chunk())
     moved = scheduler.request([chunk(start=12, prefix_hash="q")])
@@ -126,7 +51,7 @@ def test_local_hit_shortens_the_promise(scheduler: Scheduler) -> None:
     assert scheduler.side.look_up(moved, 24) == 0
 
 
-def test_approximate_blocks_get_names_of_their_own(scheduler: Scheduler) -> None:
+def test_approximate_blocks_get_names_of_their_own(scheduler: Any) -> None:
     """Block hashes change from the first block with approximate KV on, once however often asked."""
     scheduler.store_chunk(chunk())
     moved = scheduler.request([chunk(start=14, prefix_hash="q")])
@@ -139,7 +64,7 @@ def test_approximate_blocks_get_names_of_their_own(scheduler: Scheduler) -> None
     assert moved.block_hashes == salted
 
 
-def test_exact_reuse_keeps_the_names_of_its_blocks(scheduler: Scheduler) -> None:
+def test_exact_reuse_keeps_the_names_of_its_blocks(scheduler: Any) -> None:
     """KV behind the same prefix may be served by vLLM's prefix cache afterwards."""
     scheduler.store_chunk(chunk())
     again = scheduler.request([chunk()])
@@ -148,7 +73,7 @@ def test_exact_reuse_keeps_the_names_of_its_blocks(scheduler: Scheduler) -> None
     assert again.block_hashes == before
 
 
-def test_late_insert_after_invalidate_is_refused(scheduler: Scheduler) -> None:
+def test_late_insert_after_invalidate_is_refused(scheduler: Any) -> None:
     """A request planned before its document was invalidated stores nothing of it any more."""
     document = DocumentRef("doc", "v1")
     request = scheduler.request([chunk(document=document)])
@@ -160,7 +85,7 @@ def test_late_insert_after_invalidate_is_refused(scheduler: Scheduler) -> None:
     assert_found(scheduler, True)
 
 
-def test_capture_under_way_is_dropped_by_invalidate(scheduler: Scheduler) -> None:
+def test_capture_under_way_is_dropped_by_invalidate(scheduler: Any) -> None:
     """A record that is being filled when its document goes never becomes ready."""
     orders = scheduler.schedule(scheduler.request([chunk(document=DocumentRef("doc"))]))
     scheduler.control("invalidate", doc_id="doc", version=None)
@@ -168,7 +93,7 @@ def test_capture_under_way_is_dropped_by_invalidate(scheduler: Scheduler) -> Non
     assert_found(scheduler, False)
 
 
-def test_shared_text_stays_until_its_last_document_goes(scheduler: Scheduler) -> None:
+def test_shared_text_stays_until_its_last_document_goes(scheduler: Any) -> None:
     """A document that only ever hit the KV of another keeps it all the same."""
     scheduler.store_chunk(chunk(document=DocumentRef("a")))
     scheduler.side.look_up(scheduler.request([chunk(document=DocumentRef("b"))]), 0)
@@ -178,7 +103,7 @@ def test_shared_text_stays_until_its_last_document_goes(scheduler: Scheduler) ->
     assert_found(scheduler, False)
 
 
-def test_superseded_version_is_neither_used_nor_stored(scheduler: Scheduler) -> None:
+def test_superseded_version_is_neither_used_nor_stored(scheduler: Any) -> None:
     """A retriever that lags behind gets full compute with a reason."""
     scheduler.store_chunk(chunk(document=DocumentRef("doc", "v1")))
     scheduler.control("replace", doc_id="doc", version="v2", keys=["k"])
@@ -191,7 +116,7 @@ def test_superseded_version_is_neither_used_nor_stored(scheduler: Scheduler) -> 
     assert ReuseReport.from_dict(params[PARAMS_KEY]).reason is Reason.SUPERSEDED_VERSION
 
 
-def test_report_waits_for_the_facts_of_its_job(scheduler: Scheduler) -> None:
+def test_report_waits_for_the_facts_of_its_job(scheduler: Any) -> None:
     """It is returned at once if the facts are in, and always sent to the workers for fetching."""
     scheduler.store_chunk(chunk())
     early, late = (scheduler.request([chunk(start=12, prefix_hash=name)]) for name in "ab")
@@ -205,7 +130,7 @@ def test_report_waits_for_the_facts_of_its_job(scheduler: Scheduler) -> None:
     assert {name: report.loaded_bytes for name, report in sent.items()} == {"r2": 64, "r3": 128}
 
 
-def test_request_that_stores_nothing_leaves_no_block(scheduler: Scheduler) -> None:
+def test_request_that_stores_nothing_leaves_no_block(scheduler: Any) -> None:
     """No record is opened for it and its blocks leave vLLM's prefix cache."""
     request = scheduler.request([chunk()], store=False)
     assert scheduler.schedule(request).new_records == ()
@@ -213,7 +138,7 @@ def test_request_that_stores_nothing_leaves_no_block(scheduler: Scheduler) -> No
     assert scheduler.evicted == {3, 5}
 
 
-def test_hit_that_is_computed_in_this_step_is_computed_here_too(scheduler: Scheduler) -> None:
+def test_hit_that_is_computed_in_this_step_is_computed_here_too(scheduler: Any) -> None:
     """vLLM's own hit on blocks that the coming forward still has to write is not trusted."""
     scheduler.store_chunk(chunk())
     request, other = scheduler.request([chunk(start=12, prefix_hash="q")]), scheduler.request([])
@@ -224,7 +149,7 @@ def test_hit_that_is_computed_in_this_step_is_computed_here_too(scheduler: Sched
     assert (job.start, job.recompute) == (8, (Span(0, 12),))
 
 
-def test_nothing_stays_pinned_or_reserved(scheduler: Scheduler) -> None:
+def test_nothing_stays_pinned_or_reserved(scheduler: Any) -> None:
     """An aborted request gives back its pins, and in the end the record that nobody filled."""
     scheduler.store_chunk(chunk())
     other = ChunkRef(Span(20, 28), ChunkKey("other"), "o")
@@ -240,10 +165,65 @@ def test_nothing_stays_pinned_or_reserved(scheduler: Scheduler) -> None:
     assert scheduler.control("stats")["result"]["num_reserved"] == 0
 
 
-def test_request_that_ended_before_the_step_gets_no_job(scheduler: Scheduler) -> None:
+def test_request_that_ended_before_the_step_gets_no_job(scheduler: Any) -> None:
     """Nothing is ordered for it, and the step goes on."""
     scheduler.store_chunk(chunk())
     request = scheduler.request([chunk(start=12, prefix_hash="q")])
     scheduler.side.admit(request, scheduler.side.look_up(request, 0))
     scheduler.side.finish(request, [])
     assert scheduler.orders().jobs == ()
+
+
+MISSING = ChunkRef(Span(24, 32), ChunkKey("missing"), "m")
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (PlanLimits(max_missing_share=0.4), Reason.TOO_MANY_MISSING),
+        (PlanLimits(max_overhead_share=0.5), Reason.OVERHEAD_TOO_HIGH),
+    ],
+)
+def test_plan_beyond_its_limits_gets_full_compute(scheduler: Any, limits: PlanLimits, reason: Reason) -> None:
+    """Half of the chunks are missing and 24 of 40 tokens would be computed ahead: nothing is promised,
+    pinned or renamed, the report says why, and what is computed is offered to the store."""
+    scheduler.store_chunk(chunk())
+    request = scheduler.request([chunk(start=12, prefix_hash="q"), MISSING], limits=limits)
+    before = list(request.block_hashes)
+    orders = scheduler.schedule(request)
+    assert (orders.jobs, request.block_hashes) == ((), before)
+    assert scheduler.store.stats().num_pinned == 0
+    assert len(orders.new_records) == 2
+    params = scheduler.side.finish(request, [])
+    report = ReuseReport.from_dict(params[PARAMS_KEY])
+    assert (report.decision, report.reason) == (RequestDecision.FULL, reason)
+    assert {part.reason for part in report.chunks} == {reason}
+    assert report.num_computed_tokens == report.num_prompt_tokens
+
+
+@pytest.mark.parametrize("limits", [None, PlanLimits(0.5, 0.6)])
+def test_plan_within_its_limits_is_carried_out(scheduler: Any, limits: PlanLimits | None) -> None:
+    """A limit that is just met refuses nothing, and neither does a named strategy, which has none."""
+    scheduler.store_chunk(chunk())
+    request = scheduler.request([chunk(start=12, prefix_hash="q"), MISSING], limits=limits)
+    assert len(scheduler.schedule(request).jobs) == 1
+    assert scheduler.store.stats().num_pinned == 1
+
+
+def test_exact_plan_is_beyond_no_limit(scheduler: Any) -> None:
+    """It costs nothing in quality, and what it does not load is computed once."""
+    scheduler.store_chunk(chunk())
+    request = scheduler.request([chunk(), MISSING], limits=PlanLimits(0.0, 0.0))
+    assert len(scheduler.schedule(request).jobs) == 1
+
+
+def test_tokens_the_workers_chose_are_in_the_report(scheduler: Any) -> None:
+    """The plan has none of them: what came back with the facts is what was recomputed."""
+    scheduler.store_chunk(chunk())
+    moved = scheduler.request([chunk(start=12, prefix_hash="q")], strategy="question", share=0.5)
+    (job,) = scheduler.schedule(moved).jobs
+    assert job.live is not None and job.live.num_tokens == 4
+    facts = JobFacts(0.1, 0.2, 64, num_probe_tokens=1, chosen=(Span(13, 16),))
+    scheduler.side.take_facts(StepFacts(jobs={"r2": facts}))
+    report = ReuseReport.from_dict(scheduler.side.finish(moved, [])[PARAMS_KEY])
+    assert (report.num_reused_tokens, report.num_recomputed_tokens, report.num_probe_tokens) == (5, 3, 1)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from cachecraft_rag.chunks import ChunkKey, RecordMeta, Span
 from cachecraft_rag.errors import PlanError
 from cachecraft_rag.events import ChunkDecision, Reason
+from cachecraft_rag.planner.live import Candidate, LiveMethod, LiveSelection
 from cachecraft_rag.planner.plan import ChunkPlan, PlanRequest, PromptChunk, ReusePlan
 from cachecraft_rag.planner.selection import select_tokens
-from cachecraft_rag.planner.strategies import Choice, Strategy, StrategyOptions, get_strategy
+from cachecraft_rag.planner.strategies import (
+    Choice,
+    StoredScore,
+    Strategy,
+    StrategyOptions,
+    get_strategy,
+)
 
 VariantLookup = Callable[[ChunkKey], Sequence[RecordMeta]]
 
@@ -37,6 +47,7 @@ def build_plan(request: PlanRequest, variants: VariantLookup) -> ReusePlan:
     prefix: list[ChunkKey] = []
     missing: set[ChunkKey] = set()
     plans: list[ChunkPlan] = []
+    live = _LiveBudget()
     overspent = 0
     for index, chunk in enumerate(request.chunks):
         reason = request.refusals.get(index)
@@ -47,12 +58,17 @@ def build_plan(request: PlanRequest, variants: VariantLookup) -> ReusePlan:
         choice = reason or _choose(request, strategy, chunk, prefix, found)
         if isinstance(choice, Reason):
             plans.append(_computed(chunk, choice))
+        elif isinstance(strategy.score, LiveMethod) and 0.0 < choice.share < 1.0:
+            live.add(choice, chunk.span.clip(0, context_end))
+            plans.append(_chunk_plan(chunk, choice, prefix, context_end, (), ChunkDecision.REPAIRED))
         else:
-            plan = _cached(request, chunk, choice, prefix, context_end, overspent)
-            overspent += sum(map(len, plan.recompute)) - min(_budget(choice), len(chunk.span))
-            plans.append(plan)
+            scores = _stored_scores(strategy, choice)
+            recompute = _recompute(request, choice, scores, chunk.span.clip(0, context_end), overspent)
+            overspent += sum(map(len, recompute)) - min(_budget(choice), len(chunk.span))
+            plans.append(_chunk_plan(chunk, choice, prefix, context_end, recompute))
         prefix.append(chunk.key)
-    whole = ReusePlan(request.num_tokens, context_end, tuple(plans), request.strategy)
+    selection = live.selection(strategy.score, request.granularity)
+    whole = ReusePlan(request.num_tokens, context_end, tuple(plans), request.strategy, selection)
     whole.validate()
     return whole
 
@@ -75,7 +91,7 @@ def _choose(
         return Reason.NO_EXACT_VARIANT
     if exact and strategy.reuses_exact:
         return Choice(max(exact, key=lambda r: r.record_id), share=0.0)
-    options = StrategyOptions(request.alpha, request.recompute_ratio)
+    options = StrategyOptions(request.alpha, request.share, request.recompute_ratio)
     return strategy.choose(found, prefix, options)
 
 
@@ -87,19 +103,40 @@ def _computed(chunk: PromptChunk, reason: Reason) -> ChunkPlan:
     return ChunkPlan(chunk.span, chunk.key, ChunkDecision.COMPUTED, reason, document=chunk.document)
 
 
-def _cached(
-    request: PlanRequest,
+@dataclass(slots=True)
+class _LiveBudget:
+    """What the workers will choose from, and how much, gathered over the chunks."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    wanted: float = 0.0
+
+    def add(self, choice: Choice, in_context: Span) -> None:
+        if not in_context:
+            return
+        need = _token_scores(choice)
+        self.candidates.append(Candidate(in_context, None if need is None else need[: len(in_context)]))
+        self.wanted += choice.share * len(in_context)
+
+    def selection(self, method: StoredScore | LiveMethod, granularity: int) -> LiveSelection | None:
+        if not self.candidates or not isinstance(method, LiveMethod):
+            return None
+        num_tokens = math.ceil(self.wanted - ROUNDING_SLACK)
+        return LiveSelection(method, num_tokens, granularity, tuple(self.candidates))
+
+
+def _chunk_plan(
     chunk: PromptChunk,
     choice: Choice,
     prefix: Sequence[ChunkKey],
     context_end: int,
-    overspent: int,
+    recompute: tuple[Span, ...],
+    decision: ChunkDecision | None = None,
 ) -> ChunkPlan:
     record = choice.record
-    in_context = chunk.span.clip(0, context_end)
-    recompute = _recompute(choice, in_context, request.granularity, overspent)
-    num_kept = len(in_context) - sum(map(len, recompute))
-    decision, reason = _decide(num_kept, bool(recompute), _is_exact(record, chunk))
+    num_kept = len(chunk.span.clip(0, context_end)) - sum(map(len, recompute))
+    reason = Reason.OTHER_PREFIX
+    if decision is None:
+        decision, reason = _decide(num_kept, bool(recompute), _is_exact(record, chunk))
     return ChunkPlan(
         span=chunk.span,
         key=chunk.key,
@@ -119,29 +156,45 @@ def _budget(choice: Choice) -> int:
     return math.ceil(choice.share * choice.record.num_tokens - ROUNDING_SLACK)
 
 
-def _recompute(choice: Choice, in_context: Span, granularity: int, overspent: int) -> tuple[Span, ...]:
+def _recompute(
+    request: PlanRequest, choice: Choice, scores: np.ndarray | None, in_context: Span, overspent: int
+) -> tuple[Span, ...]:
     """Positions in the prompt to recompute: the best of the whole chunk, less those past the context.
 
     Runs are taken whole, so a chunk may get more tokens than its budget; `overspent`, what chunks
     before this one got too much, is taken off its own. Without that, runs of 16 in chunks of 150
     tokens turn 15 % into 21 %.
     """
-    num_tokens = choice.record.num_tokens
-    if _budget(choice) >= num_tokens:
+    if _budget(choice) >= choice.record.num_tokens:
         return (in_context,) if in_context else ()
     budget = max(0, _budget(choice) - max(0, overspent))
-    profile = choice.record.profile
-    scores = None if profile is None else profile.token_scores
-    if scores is not None and len(scores) != num_tokens:
-        raise PlanError(
-            f"record {choice.record.record_id} has {len(scores)} token scores for {num_tokens} "
-            "tokens: a profile needs one per token; drop the record"
-        )
-    spans = select_tokens(scores, budget, granularity, offset=in_context.start)
+    spans = select_tokens(scores, budget, request.granularity, offset=in_context.start)
     if spans and spans[-1].end > in_context.end:
         clipped = (span.clip(in_context.start, in_context.end) for span in spans)
         return tuple(span for span in clipped if span)
     return spans
+
+
+def _stored_scores(strategy: Strategy, choice: Choice) -> np.ndarray | None:
+    return None if strategy.score is StoredScore.FIRST_TOKENS else _token_scores(choice)
+
+
+def _token_scores(choice: Choice) -> np.ndarray | None:
+    """The chosen variant's stored need of repair, None if it was never measured.
+
+    Raises:
+        PlanError: there is not one score per token.
+    """
+    record = choice.record
+    if record.profile is None:
+        return None
+    scores = record.profile.token_scores
+    if len(scores) != record.num_tokens:
+        raise PlanError(
+            f"record {record.record_id} has {len(scores)} token scores for {record.num_tokens} "
+            "tokens: a profile needs one per token; drop the record"
+        )
+    return scores
 
 
 def _decide(num_kept: int, any_recomputed: bool, is_exact: bool) -> tuple[ChunkDecision, Reason]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cachecraft_rag.chunks import AttentionProfile, ChunkKey, RecordMeta
-from cachecraft_rag.planner.overlap import beta_prime
 
+Overlap = Callable[[RecordMeta, Sequence[ChunkKey]], float]
 MIN_CCI = 0.5
 MAX_CCI = 1.0
 
@@ -30,13 +30,16 @@ def impact(profile: AttentionProfile | None) -> float:
     return 2.0 * cci(profile) - 1.0
 
 
-def cfo(record: RecordMeta, new_prefix: Sequence[ChunkKey], alpha: float) -> float:
+def cfo(record: RecordMeta, new_prefix: Sequence[ChunkKey], alpha: float, overlap: Overlap) -> float:
     """Cache fix overhead: the share of the chunk's tokens to recompute, in [0, 1].
 
     CFO = alpha * CCI * (1 - beta'), clamped (Cache-Craft eq. 12); a larger `alpha` recomputes more.
 
+    Args:
+        overlap: beta', in the form of the paper or repaired; see `planner.overlap`.
+
     Raises:
         PlanError: the record's profile does not fit its prefix.
     """
-    overhead = alpha * cci(record.profile) * (1.0 - beta_prime(record, new_prefix))
+    overhead = alpha * cci(record.profile) * (1.0 - overlap(record, new_prefix))
     return min(1.0, max(0.0, overhead))

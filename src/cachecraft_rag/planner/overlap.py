@@ -40,6 +40,30 @@ def beta(record: RecordMeta, new_prefix: Sequence[ChunkKey]) -> float:
     return sum(common) / total * len(common) / len(new_keys)
 
 
+def paper_beta(record: RecordMeta, new_prefix: Sequence[ChunkKey]) -> float:
+    """Cache-Craft eq. 6 without our departures: a record with no chunk before it, or whose attention to
+    its prefix was never measured, is 0/0 and counts as 1, as both known re-implementations have it.
+
+    Raises:
+        PlanError: as `beta`.
+    """
+    if record.profile is None:
+        return 1.0 if not record.prefix_chunks else 0.0
+    inter = _inter_by_key(record.prefix_chunks, record.profile.inter_by_prefix)
+    total = sum(inter.values())
+    if not total:
+        return 1.0
+    if not 0.0 < total < float("inf"):
+        return 0.0
+    new_keys = set(new_prefix)
+    return sum(weight for key, weight in inter.items() if key in new_keys) / total
+
+
+def paper_beta_prime(record: RecordMeta, new_prefix: Sequence[ChunkKey]) -> float:
+    """Cache-Craft eq. 8 over `paper_beta`. Raises as `beta`."""
+    return paper_beta(record, new_prefix) * (1.0 - gamma(record.prefix_chunks, new_prefix))
+
+
 def gamma(old_prefix: Sequence[ChunkKey], new_prefix: Sequence[ChunkKey]) -> float:
     """Disorder of the common chunks, in [0, 1]: normalised Kendall tau distance (Cache-Craft eq. 7).
 

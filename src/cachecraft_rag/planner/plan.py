@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from cachecraft_rag.chunks import ChunkKey, DocumentRef, Span
 from cachecraft_rag.errors import PlanError
 from cachecraft_rag.events import ChunkDecision, Reason
+from cachecraft_rag.planner.live import LiveSelection
 
 
 class PromptChunk(Protocol):
@@ -35,6 +36,7 @@ class PlanRequest:
         chunks: in prompt order, disjoint.
         strategy: a name from `strategies.STRATEGIES`.
         alpha: Cache-Craft eq. 12.
+        share: share of a reused chunk to recompute, for strategies without a formula.
         recompute_ratio: fixed share in [0, 1] to recompute of each chunk that is not exact.
         granularity: length of the runs in which tokens are selected.
         exact_only: reuse only behind an identical prefix.
@@ -45,6 +47,7 @@ class PlanRequest:
     chunks: Sequence[PromptChunk]
     strategy: str
     alpha: float
+    share: float = 0.0
     recompute_ratio: float | None = None
     granularity: int = 1
     exact_only: bool = False
@@ -107,6 +110,8 @@ class ReusePlan:
         kept: positions whose loaded KV is used as it is; sorted, each span inside one chunk and its
             separator.
         recompute: all other positions of `[0, context_end)`; sorted and merged.
+        live: tokens among `kept` that the workers choose to recompute once the KV is loaded; `resolve`
+            gives the plan that came of it.
 
     Raises:
         PlanError: `context_end` is negative. All other rules are checked by `validate`.
@@ -116,6 +121,7 @@ class ReusePlan:
     context_end: int
     chunks: tuple[ChunkPlan, ...]
     strategy: str
+    live: LiveSelection | None = field(default=None, compare=False)
     kept: tuple[Span, ...] = field(init=False, repr=False, compare=False)
     recompute: tuple[Span, ...] = field(init=False, repr=False, compare=False)
 
@@ -128,6 +134,16 @@ class ReusePlan:
         )
         object.__setattr__(self, "kept", kept)
         object.__setattr__(self, "recompute", tuple(_without(Span(0, self.context_end), kept)))
+
+    def resolve(self, chosen: Sequence[Span]) -> ReusePlan:
+        """The plan after the workers chose `chosen` (sorted and merged) of its live candidates."""
+        if self.live is None:
+            return self
+        names = {candidate.span.start for candidate in self.live.candidates}
+        chunks = tuple(
+            _with_chosen(chunk, chosen) if chunk.span.start in names else chunk for chunk in self.chunks
+        )
+        return replace(self, chunks=chunks, live=None)
 
     @property
     def uses_store(self) -> bool:
@@ -209,6 +225,13 @@ class ReusePlan:
 
     def _in_context(self, chunk: ChunkPlan) -> Span:
         return chunk.loaded_span.clip(0, self.context_end)
+
+
+def _with_chosen(chunk: ChunkPlan, chosen: Sequence[Span]) -> ChunkPlan:
+    parts = (span.clip(chunk.span.start, chunk.span.end) for span in chosen)
+    recompute = tuple(part for part in parts if part)
+    decision = ChunkDecision.REPAIRED if recompute else ChunkDecision.REUSED
+    return replace(chunk, recompute=recompute, decision=decision)
 
 
 def _without(span: Span, holes: Sequence[Span]) -> Iterator[Span]:

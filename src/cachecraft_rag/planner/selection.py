@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 
 from cachecraft_rag.chunks import Span
@@ -31,23 +34,45 @@ def select_tokens(
         return ()
     if scores is None:
         return (Span(offset, offset + num_tokens_to_select),)
-    chosen = _choose_runs(scores, num_tokens_to_select, granularity)
-    edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)) * granularity
-    bounds = (np.minimum(edges, len(scores)) + offset).tolist()
-    return tuple(map(Span, bounds[::2], bounds[1::2]))
+    return select_spans((Span(offset, offset + len(scores)),), scores, num_tokens_to_select, granularity)
 
 
-def _choose_runs(scores: np.ndarray, budget: int, granularity: int) -> np.ndarray:
-    """Bool (num_runs,), true for the runs that are taken."""
-    starts = np.arange(0, len(scores), granularity)
+def select_spans(
+    candidates: Sequence[Span], scores: np.ndarray, num_tokens_to_select: int, granularity: int
+) -> tuple[Span, ...]:
+    """`select_tokens` under one budget over several ascending, disjoint stretches.
+
+    Args:
+        scores: float, one per candidate token, in order.
+
+    Raises:
+        PlanError: as `select_tokens`, or there is not one score per candidate token.
+    """
+    _check(scores, num_tokens_to_select, granularity)
+    if sum(map(len, candidates)) != len(scores):
+        raise PlanError(f"{len(scores)} scores for {sum(map(len, candidates))} candidate tokens")
+    if num_tokens_to_select == 0:
+        return ()
+    positions = np.concatenate([np.arange(span.start, span.end) for span in candidates])
+    chosen = positions[_choose_runs(candidates, scores, num_tokens_to_select, granularity)]
+    breaks = np.flatnonzero(np.diff(chosen) != 1)
+    starts = chosen[np.concatenate(([0], breaks + 1))].tolist()
+    lasts = chosen[np.concatenate((breaks, [len(chosen) - 1]))].tolist()
+    return tuple(Span(first, last + 1) for first, last in zip(starts, lasts, strict=True))
+
+
+def _choose_runs(candidates: Sequence[Span], scores: np.ndarray, budget: int, granularity: int) -> np.ndarray:
+    """Bool (len(scores),), true for the tokens of the runs that are taken."""
+    bounds = np.cumsum([0, *map(len, candidates)])
+    starts = np.concatenate([np.arange(a, b, granularity) for a, b in pairwise(bounds.tolist())])
     lengths = np.diff(starts, append=len(scores))
     means = np.add.reduceat(scores, starts, dtype=np.float64) / lengths
     # A partition would be faster, but it breaks ties by chance and sorts NaN to the top.
     order = np.argsort(-means, kind="stable")
     num_runs = int(np.searchsorted(np.cumsum(lengths[order]), budget)) + 1
-    chosen = np.zeros(len(starts), dtype=np.bool_)
-    chosen[order[:num_runs]] = True
-    return chosen
+    is_taken = np.zeros(len(starts), dtype=np.bool_)
+    is_taken[order[:num_runs]] = True
+    return np.repeat(is_taken, lengths)
 
 
 def _check(scores: np.ndarray | None, budget: int, granularity: int) -> None:

@@ -1,7 +1,8 @@
-"""The named rules by which a cached variant is chosen and its share to recompute is set."""
+"""The named rules: which cached variant is used, how much of it is recomputed, and which tokens."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -9,6 +10,8 @@ from types import MappingProxyType
 from cachecraft_rag.chunks import ChunkKey, RecordMeta
 from cachecraft_rag.errors import InvalidRequestError
 from cachecraft_rag.planner.impact import cfo
+from cachecraft_rag.planner.live import LiveMethod
+from cachecraft_rag.planner.overlap import beta_prime, paper_beta_prime
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +20,12 @@ class StrategyOptions:
 
     Attributes:
         alpha: Cache-Craft eq. 12.
+        share: share of a reused chunk to recompute for strategies without a formula of their own.
         recompute_ratio: a fixed share in [0, 1] in place of the strategy's own, None for its own.
     """
 
     alpha: float
+    share: float = 0.0
     recompute_ratio: float | None = None
 
 
@@ -32,17 +37,33 @@ class Choice:
     share: float
 
 
+class StoredScore(enum.StrEnum):
+    """Scores known before the request runs, by which each chunk's own share is chosen."""
+
+    FIRST_TOKENS = "first_tokens"
+    INTER_ATTENTION = "inter_attention"
+
+
+Rank = Callable[[RecordMeta, Sequence[ChunkKey]], tuple[float, ...]]
+"""From a variant and the new prefix to a key; the lowest is taken."""
+Share = Callable[[RecordMeta, Sequence[ChunkKey], StrategyOptions], float]
+"""From a variant, the new prefix and the options to the share of its tokens to recompute."""
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """One rule.
 
     Attributes:
-        share: from a variant's CFO and the options to the share of its tokens to recompute.
+        score: how tokens are chosen: a stored score, chunk by chunk, or a method of the workers, under
+            one budget over all chunks.
         reuses_exact: whether a variant behind the identical prefix is taken as it is.
     """
 
     name: str
-    share: Callable[[float, StrategyOptions], float]
+    rank: Rank
+    share: Share
+    score: StoredScore | LiveMethod = StoredScore.INTER_ATTENTION
     reuses_exact: bool = True
 
     def choose(
@@ -54,43 +75,76 @@ class Strategy:
         """The best of the `variants` (at least one) behind `new_prefix`.
 
         Variants whose own prefix was exact come before all others, as approximations must not pile
-        up; then the lowest CFO, then the newest.
+        up; then the strategy's rank, then the newest.
 
         Raises:
             PlanError: a variant's profile does not fit its prefix.
         """
-        overheads = [cfo(record, new_prefix, options.alpha) for record in variants]
-        overhead, record = min(
-            zip(overheads, variants, strict=True),
-            key=lambda pair: (not pair[1].prefix_is_exact, pair[0], -pair[1].record_id),
-        )
-        return Choice(record, self.share(overhead, options))
+        record = min(variants, key=lambda r: (not r.prefix_is_exact, *self.rank(r, new_prefix), -r.record_id))
+        return Choice(record, self.share(record, new_prefix, options))
 
 
-def _nothing(overhead: float, options: StrategyOptions) -> float:
+def _by_overhead(record: RecordMeta, new_prefix: Sequence[ChunkKey]) -> tuple[float, ...]:
+    """Lowest CFO first, as the paper has it; alpha does not change the order."""
+    return (cfo(record, new_prefix, 1.0, paper_beta_prime),)
+
+
+def _by_overlap(record: RecordMeta, new_prefix: Sequence[ChunkKey]) -> tuple[float, ...]:
+    """Largest overlap first, then the most context: KV that saw no other chunk is the worst."""
+    return (-beta_prime(record, new_prefix), -len(record.prefix_chunks))
+
+
+def _nothing(record: RecordMeta, new_prefix: Sequence[ChunkKey], options: StrategyOptions) -> float:
     return 0.0
 
 
-def _overhead_or_ratio(overhead: float, options: StrategyOptions) -> float:
-    return overhead if options.recompute_ratio is None else options.recompute_ratio
-
-
-def _everything(overhead: float, options: StrategyOptions) -> float:
+def _everything(record: RecordMeta, new_prefix: Sequence[ChunkKey], options: StrategyOptions) -> float:
     return 1.0
+
+
+def _paper_overhead(record: RecordMeta, new_prefix: Sequence[ChunkKey], options: StrategyOptions) -> float:
+    if options.recompute_ratio is not None:
+        return options.recompute_ratio
+    return cfo(record, new_prefix, options.alpha, paper_beta_prime)
+
+
+def _fixed(record: RecordMeta, new_prefix: Sequence[ChunkKey], options: StrategyOptions) -> float:
+    return options.share if options.recompute_ratio is None else options.recompute_ratio
+
+
+def _by_missing_context(
+    record: RecordMeta, new_prefix: Sequence[ChunkKey], options: StrategyOptions
+) -> float:
+    """The share of what the chunk has not seen: a chunk behind its old neighbours needs no repair."""
+    if options.recompute_ratio is not None:
+        return options.recompute_ratio
+    return options.share * (1.0 - beta_prime(record, new_prefix))
 
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     {
         strategy.name: strategy
         for strategy in (
-            Strategy("naive", _nothing),
-            Strategy("cachecraft", _overhead_or_ratio),
-            Strategy("recompute_all", _everything, reuses_exact=False),
+            Strategy("focus", _by_overlap, _by_missing_context, LiveMethod.FOCUS),
+            Strategy("question", _by_overlap, _fixed, LiveMethod.QUESTION),
+            Strategy("cachecraft", _by_overhead, _paper_overhead),
+            Strategy("cacheblend", _by_overlap, _fixed, LiveMethod.DEVIATION),
+            Strategy("epic", _by_overlap, _fixed, StoredScore.FIRST_TOKENS),
+            Strategy("naive", _by_overlap, _nothing),
+            Strategy("recompute_all", _by_overlap, _everything, reuses_exact=False),
         )
     }
 )
-"""All strategies by name. `recompute_ratio` does not move the two ends of the scale: `naive` never
-recomputes a token and `recompute_all` recomputes every one, as tests and benchmarks rely on."""
+"""All strategies by name: ours, then those it is compared with.
+
+focus: the question's attention and the stored need of each token, one budget over all chunks.
+question: the question's attention alone (ProphetKV, arXiv 2602.02579; FusionRAG, arXiv 2601.12904).
+cachecraft: CFO and stored inter-attention chunk by chunk (arXiv 2502.15734), its formulas as published.
+cacheblend: tokens whose values deviate most on layer 1 (arXiv 2405.16444, as its released code does).
+epic: the first tokens of each chunk (arXiv 2410.15332).
+
+`recompute_ratio` does not move the two ends of the scale: `naive` never recomputes a token and
+`recompute_all` recomputes every one, as tests and benchmarks rely on."""
 
 
 def get_strategy(name: str) -> Strategy:

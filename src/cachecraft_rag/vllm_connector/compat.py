@@ -404,3 +404,22 @@ def agree_on_failures(failed: np.ndarray, tensor_parallel_size: int) -> np.ndarr
     bitmap = torch.from_numpy(failed.astype("int32"))
     dist.all_reduce(bitmap, op=dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
     return bitmap.numpy().astype(bool)
+
+
+def sum_over_ranks(own: np.ndarray | None, length: int, tensor_parallel_size: int) -> np.ndarray | None:
+    """Element-wise sum of float arrays (length,) over all tensor-parallel ranks, the same bits on each;
+    None if any rank has None. All ranks must call it."""
+    if tensor_parallel_size == 1:
+        return own
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    values = np.zeros(length) if own is None else own
+    packed = torch.from_numpy(np.append(values, float(own is None)).astype("float64"))
+    dist.all_reduce(packed, group=group.cpu_group)
+    # Ranks may add up in another order; choosing other tokens they would diverge in their collectives.
+    dist.broadcast(packed, src=group.ranks[0], group=group.cpu_group)
+    return None if packed[-1] else packed[:-1].numpy()

@@ -7,11 +7,12 @@ records below are written to and rebuilt from dictionaries of lists, numbers and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cachecraft_rag.chunks import ChunkKey, DocumentRef, Span
 from cachecraft_rag.events import Reason
+from cachecraft_rag.planner.limits import PlanLimits
 
 PARAMS_KEY = "cachecraft"
 """Key of a `RequestSpec` in `kv_transfer_params`, both ways."""
@@ -27,6 +28,7 @@ class ChunkRef:
         separator: ids of the text between this chunk and the next, where it is short; empty for the
             last chunk. Its KV travels with the chunk's: a prompt of 30 chunks has 30 lone tokens
             between them, and computing those reads the whole context 30 times.
+        refusal: why the driver wants this chunk computed, None if it does not; it is stored anew.
     """
 
     span: Span
@@ -34,6 +36,7 @@ class ChunkRef:
     prefix_hash: str
     document: DocumentRef | None = None
     separator: tuple[int, ...] = ()
+    refusal: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,14 @@ class RequestSpec:
         chunks: in prompt order; empty when nothing was matched.
         strategy: name of the planning strategy; ignored when `full_reason` is set.
         alpha: Cache-Craft eq. 12.
+        share: share of a reused chunk to recompute, for strategies without a formula.
         recompute_ratio: fixed share of each reused chunk to recompute, overriding `alpha`.
         granularity: length of the runs in which tokens are selected.
         exact_only: reuse only behind an identical prefix.
         store: whether chunks of this request may be stored.
+        store_from: index of the first chunk that may; those before it are context only.
         full_reason: why the driver asks for full compute, None if it does not.
+        limits: what the plan may leave to compute, None where the caller named the strategy.
     """
 
     request_id: str
@@ -58,12 +64,15 @@ class RequestSpec:
     chunks: tuple[ChunkRef, ...] = ()
     strategy: str = ""
     alpha: float = 0.0
+    share: float = 0.0
     recompute_ratio: float | None = None
     granularity: int = 1
     exact_only: bool = False
     store: bool = True
+    store_from: int = 0
     full_reason: Reason | None = None
     full_detail: str = ""
+    limits: PlanLimits | None = None
 
     def to_params(self) -> dict[str, Any]:
         """Value of `SamplingParams.extra_args["kv_transfer_params"]`."""
@@ -74,12 +83,15 @@ class RequestSpec:
                 "chunks": [_chunk_to_list(chunk) for chunk in self.chunks],
                 "strategy": self.strategy,
                 "alpha": self.alpha,
+                "share": self.share,
                 "recompute_ratio": self.recompute_ratio,
                 "granularity": self.granularity,
                 "exact_only": self.exact_only,
                 "store": self.store,
+                "store_from": self.store_from,
                 "full_reason": self.full_reason.value if self.full_reason else None,
                 "full_detail": self.full_detail,
+                "limits": asdict(self.limits) if self.limits else None,
             }
         }
 
@@ -93,6 +105,8 @@ class RequestSpec:
         fields["chunks"] = tuple(_chunk_from_list(item) for item in fields["chunks"])
         if fields["full_reason"] is not None:
             fields["full_reason"] = Reason(fields["full_reason"])
+        if fields["limits"] is not None:
+            fields["limits"] = PlanLimits(**fields["limits"])
         return cls(**fields)
 
 
@@ -100,13 +114,20 @@ def _chunk_to_list(chunk: ChunkRef) -> list[Any]:
     document = chunk.document
     where = [document.doc_id, document.version] if document else None
     span = chunk.span
-    return [span.start, span.end, chunk.key, chunk.prefix_hash, where, list(chunk.separator)]
+    refusal = chunk.refusal.value if chunk.refusal else None
+    return [span.start, span.end, chunk.key, chunk.prefix_hash, where, list(chunk.separator), refusal]
 
 
 def _chunk_from_list(item: list[Any]) -> ChunkRef:
-    start, end, key, prefix_hash, where, separator = item
-    document = DocumentRef(*where) if where else None
-    return ChunkRef(Span(start, end), ChunkKey(key), prefix_hash, document, tuple(separator))
+    start, end, key, prefix_hash, where, separator, refusal = item
+    return ChunkRef(
+        span=Span(start, end),
+        key=ChunkKey(key),
+        prefix_hash=prefix_hash,
+        document=DocumentRef(*where) if where else None,
+        separator=tuple(separator),
+        refusal=Reason(refusal) if refusal else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +135,7 @@ class ControlMessage:
     """A command to the scheduler side.
 
     `action` and its arguments: `invalidate` (doc_id, version, tenant), `replace` (doc_id, version,
-    tenant, keys), `purge` (tenant), `stats` (), `check` ().
+    tenant, keys), `drop_chunks` (tenant, keys), `purge` (tenant), `stats` (), `check` ().
     The answer is a plain dictionary, filed under `control_id` in the workers.
     """
 

@@ -8,10 +8,15 @@ import numpy as np
 
 from cachecraft_rag.chunks import Span
 from cachecraft_rag.errors import InternalError
+from cachecraft_rag.planner.live import LiveMethod
 from cachecraft_rag.planner.plan import Load, ReusePlan
+from cachecraft_rag.vllm_connector.messages import RequestSpec
 from cachecraft_rag.vllm_connector.recompute import merge_spans
 from cachecraft_rag.vllm_connector.request_state import RequestState
-from cachecraft_rag.vllm_connector.steps import CaptureTarget, LoadJob, slots_of
+from cachecraft_rag.vllm_connector.steps import LEAD_PREFIX, CaptureTarget, LoadJob, slots_of
+
+MAX_PROBE_TOKENS = 128
+"""Most tokens behind the context that are asked what they attend to: a question, not a history."""
 
 
 def make_job(
@@ -29,14 +34,27 @@ def make_job(
     if plan is None or spec is None:
         raise InternalError(f"request {state.request.request_id} was promised KV without a plan")
     missing = [run.clip(local, run.end) for run in plan.recompute if run.end > local]
+    live = plan.live.clip(local) if plan.live else None
+    num_allocated = min(state.num_prompt_tokens, len(block_ids) * block_size)
+    probe = Span(plan.context_end, plan.context_end)
+    if live is not None and live.method is not LiveMethod.DEVIATION:
+        probe = Span(probe.start, min(num_allocated, probe.start + MAX_PROBE_TOKENS))
     return LoadJob(
         request_id=spec.request_id,
         start=local,
-        token_ids=np.array(state.request.prompt_token_ids[: plan.context_end], dtype=np.int32),
-        block_ids=np.array(block_ids[: -(-plan.context_end // block_size)], dtype=np.int32),
+        token_ids=np.array(state.request.prompt_token_ids[: probe.end], dtype=np.int32),
+        block_ids=np.array(block_ids[: -(-probe.end // block_size)], dtype=np.int32),
         loads=_loads_beyond(plan, local),
         recompute=merge_spans([*unready, *missing]),
+        live=live,
+        probe=probe,
+        lead=lead_name(spec),
     )
+
+
+def lead_name(spec: RequestSpec) -> str:
+    """Sink that holds the keys of the text before the request's first chunk."""
+    return LEAD_PREFIX + spec.chunks[0].prefix_hash if spec.chunks else ""
 
 
 def unready_spans(

@@ -71,15 +71,30 @@ def measure_profile(
     )
 
 
+def attention_received(inputs: LayerInputs) -> torch.Tensor:
+    """float32 (S,) on the CPU: the attention that each key gets from all queries together, averaged
+    over heads."""
+    received = torch.zeros(inputs.keys.shape[0], device=inputs.keys.device)
+    for _, weights in _blocks(inputs):
+        received[: weights.shape[1]] += weights.sum(0)
+    return received.cpu()
+
+
 def _block_sums(inputs: LayerInputs, bounds: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """(T, len(bounds)) mass on each chunk before, and (T,) mass on earlier own tokens; on the CPU."""
-    inter, intra = zip(*_blocks(inputs, bounds), strict=True)
+    num_before = inputs.keys.shape[0] - inputs.queries.shape[0]
+    inter, intra = [], []
+    for start, weights in _blocks(inputs):
+        masses = [weights[:, first:last].sum(1) for first, last in bounds]
+        inter.append(torch.stack(masses, 1) if masses else weights.new_zeros(len(weights), 0))
+        diagonal = weights[:, num_before + start :].diagonal()
+        intra.append(weights[:, num_before:].sum(1) - diagonal)
     return torch.cat(inter).cpu(), torch.cat(intra).cpu()
 
 
-def _blocks(
-    inputs: LayerInputs, bounds: Sequence[tuple[int, int]]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _blocks(inputs: LayerInputs) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first query, softmax weights (B, S') averaged over heads), block by block; keys behind S' are
+    masked for the whole block. The queries' own keys are the last ones."""
     layer, num_tokens = inputs.layer, inputs.queries.shape[0]
     num_before = inputs.keys.shape[0] - num_tokens
     keys = inputs.keys.transpose(0, 1)  # (H, S, D)
@@ -96,10 +111,4 @@ def _blocks(
         seen = inputs.key_positions[:end].unsqueeze(0) <= own
         if layer.sliding_window is not None:
             seen &= inputs.key_positions[:end].unsqueeze(0) > own - layer.sliding_window
-        weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1).mean(0)  # (B, end)
-        diagonal = weights[:, num_before + start :].diagonal()
-        inter = [weights[:, first:last].sum(1) for first, last in bounds]
-        yield (
-            torch.stack(inter, 1) if inter else weights.new_zeros(stop - start, 0),
-            weights[:, num_before:].sum(1) - diagonal,
-        )
+        yield start, scores.masked_fill_(~seen, float("-inf")).softmax(-1).mean(0)

@@ -7,10 +7,11 @@ from cachecraft_rag.chunks import ChunkKey, RecordMeta, Span
 from cachecraft_rag.events import Reason
 from cachecraft_rag.store.base import ChunkStore
 from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
+from cachecraft_rag.vllm_connector.orders import lead_name
 from cachecraft_rag.vllm_connector.request_state import PendingCapture, RequestState
-from cachecraft_rag.vllm_connector.steps import LEAD_PREFIX, ContextChunk, NewRecord, StepFacts
+from cachecraft_rag.vllm_connector.steps import ContextChunk, NewRecord, StepFacts
 
-CAPTURABLE = frozenset({Reason.NOT_CACHED, Reason.NO_EXACT_VARIANT})
+CAPTURABLE = frozenset({Reason.NOT_CACHED, Reason.NO_EXACT_VARIANT, Reason.QUARANTINED})
 """Computed for these reasons, a chunk is worth storing."""
 PROFILE_BYTES_PER_TOKEN = 4
 ABANDON_AFTER_STEPS = 16
@@ -27,20 +28,23 @@ class RecordKeeper:
         self._num_ranks = num_ranks
         self._new: list[NewRecord] = []
         self._orphans: dict[int, int] = {}
+        self._scratch: list[int] = []
 
     def reserve(self, state: RequestState, spec: RequestSpec) -> None:
         """Reserve a record for every chunk that this request computes and that may be stored."""
         plan = state.plan if state.ran_job else None
         exact_until = plan.exact_until if plan else state.num_prompt_tokens
-        lead = LEAD_PREFIX + spec.chunks[0].prefix_hash if spec.chunks else ""
+        lead = lead_name(spec)
         before: list[ChunkKey] = []
         context: list[tuple[int, ContextChunk]] = []
         for index, ref in enumerate(spec.chunks):
             record_id = plan.chunks[index].record_id if plan else None
             if record_id is None and self._is_capturable(state, index, ref, before):
                 meta = self._meta(state, spec, index, before, ref.span.start <= exact_until)
-                if self._store.reserve(meta).accepted:
+                is_context = index < spec.store_from
+                if is_context or self._store.reserve(meta).accepted:
                     record_id = meta.record_id
+                    (state.scratch if is_context else state.reserved).append(record_id)
                     self._open(state, meta, context, lead)
             if record_id is not None:
                 context.append((len(before), ContextChunk(ref.span, record_id)))
@@ -53,8 +57,14 @@ class RecordKeeper:
         new, self._new = tuple(self._new), []
         return new
 
+    def take_scratch(self) -> tuple[int, ...]:
+        """Scratch records of requests that have ended since the last call."""
+        scratch, self._scratch = tuple(self._scratch), []
+        return scratch
+
     def release(self, state: RequestState) -> None:
         """The request has ended: records it can no longer fill are given up."""
+        self._scratch += state.scratch
         unfinished = {capture.sink for capture in state.pending}
         for record_id in state.reserved:
             if record_id in unfinished:
@@ -84,8 +94,10 @@ class RecordKeeper:
 
     @staticmethod
     def _is_capturable(state: RequestState, index: int, ref: ChunkRef, before: list[ChunkKey]) -> bool:
-        if index in state.refusals or ref.key in before or ref.span.start < state.num_local_tokens:
+        if ref.key in before or ref.span.start < state.num_local_tokens:
             return False
+        if index in state.refusals:
+            return state.refusals[index] in CAPTURABLE
         return state.plan is None or state.plan.chunks[index].reason in CAPTURABLE
 
     def _meta(
@@ -112,8 +124,8 @@ class RecordKeeper:
     def _open(
         self, state: RequestState, meta: RecordMeta, context: list[tuple[int, ContextChunk]], lead: str
     ) -> None:
-        state.reserved.append(meta.record_id)
-        state.num_stored_tokens += meta.num_tokens
+        if meta.record_id in state.reserved:
+            state.num_stored_tokens += meta.num_tokens
         end = meta.start + meta.num_tokens + len(meta.separator)
         state.pending.append(PendingCapture(meta.record_id, Span(meta.start, end)))
         self._new.append(
@@ -126,5 +138,6 @@ class RecordKeeper:
                 prefix_index=tuple(index for index, _ in context),
                 num_prefix_chunks=len(meta.prefix_chunks),
                 lead=lead,
+                is_scratch=meta.record_id in state.scratch,
             )
         )

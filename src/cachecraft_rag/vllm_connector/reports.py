@@ -25,7 +25,7 @@ def build_report(state: RequestState) -> ReuseReport:
     spec = state.spec
     assert spec is not None
     local = max(state.first_local_tokens, 0)
-    plan = state.plan if state.ran_job else None
+    plan = state.executed_plan
     failed = frozenset(state.facts.failed_records) if state.facts else frozenset()
     chunks = tuple(
         _chunk_report(state, index, ref, plan, local, failed) for index, ref in enumerate(spec.chunks)
@@ -49,7 +49,9 @@ def build_report(state: RequestState) -> ReuseReport:
         num_recomputed_tokens=recomputed,
         num_computed_tokens=state.num_prompt_tokens - reused - recomputed,
         num_stored_tokens=state.num_stored_tokens,
+        num_probe_tokens=facts.num_probe_tokens if facts else 0,
         load_s=facts.load_s if facts else 0.0,
+        select_s=facts.select_s if facts else 0.0,
         recompute_s=facts.recompute_s if facts else 0.0,
         loaded_bytes=facts.loaded_bytes if facts else 0,
         chunks=chunks,

@@ -33,7 +33,8 @@ class RequestState:
         num_local_tokens: vLLM's own prefix hit at the latest look-up.
         first_local_tokens: the same at the first admission, for the report; -1 before it.
         reserved: records this request is filling.
-        num_stored_tokens: tokens of those records.
+        scratch: records in the workers only, whose keys the profiles of later chunks need.
+        num_stored_tokens: tokens of the reserved records.
         pending: captures whose last token is not computed yet.
         ran_job: whether the plan was executed, as opposed to covered by vLLM's prefix cache.
     """
@@ -51,6 +52,7 @@ class RequestState:
     is_admitted: bool = False
     ran_job: bool = False
     reserved: list[int] = field(default_factory=list)
+    scratch: list[int] = field(default_factory=list)
     num_stored_tokens: int = 0
     pending: list[PendingCapture] = field(default_factory=list)
     facts: JobFacts | None = None
@@ -58,6 +60,13 @@ class RequestState:
     @property
     def num_prompt_tokens(self) -> int:
         return int(self.request.num_prompt_tokens)
+
+    @property
+    def executed_plan(self) -> ReusePlan | None:
+        """What the workers did, as far as it is known; None if they did nothing for this request."""
+        if self.plan is None or not self.ran_job:
+            return None
+        return self.plan.resolve(self.facts.chosen if self.facts else ())
 
     @property
     def num_promised_tokens(self) -> int:

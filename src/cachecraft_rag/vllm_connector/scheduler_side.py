@@ -22,6 +22,7 @@ from cachecraft_rag.chunks import ChunkKey, Span
 from cachecraft_rag.errors import InternalError
 from cachecraft_rag.events import Reason
 from cachecraft_rag.planner.build import build_plan
+from cachecraft_rag.planner.limits import refuse
 from cachecraft_rag.planner.plan import PlanRequest
 from cachecraft_rag.store.base import ChunkStore
 from cachecraft_rag.vllm_connector import compat
@@ -147,7 +148,7 @@ class SchedulerSide:
             new_records=self._keeper.take_new(),
             captures=tuple(self._make_captures(scheduler_output)),
             jobs=tuple(jobs),
-            freed=self._store.drain_freed(),
+            freed=(*self._store.drain_freed(), *self._keeper.take_scratch()),
             reports=tuple(
                 (state.spec.request_id, build_report(state).to_dict())
                 for state in self._finished
@@ -246,6 +247,8 @@ class SchedulerSide:
                 state.refusals[index] = Reason.SUPERSEDED_VERSION
             elif len(ref.span) < self._min_chunk_tokens:
                 state.refusals[index] = Reason.TOO_SHORT
+            elif ref.refusal is not None:
+                state.refusals[index] = ref.refusal
             elif document is not None and spec.store:
                 self._store.register(spec.tenant, ref.key, document)
 
@@ -265,6 +268,7 @@ class SchedulerSide:
                 chunks=spec.chunks,
                 strategy=spec.strategy,
                 alpha=spec.alpha,
+                share=spec.share,
                 recompute_ratio=spec.recompute_ratio,
                 granularity=spec.granularity,
                 exact_only=spec.exact_only,
@@ -272,6 +276,9 @@ class SchedulerSide:
             ),
             lambda key: self._store.variants(spec.tenant, key),
         )
+        state.full_reason = refuse(plan, spec.limits) if spec.limits else None
+        if state.full_reason is not None:
+            return
         for chunk in plan.chunks:
             if chunk.record_id is not None:
                 self._store.pin(chunk.record_id, request.request_id)
@@ -296,6 +303,11 @@ class SchedulerSide:
             case "replace":
                 keys = [ChunkKey(key) for key in args["keys"]]
                 return store.replace(args["tenant"], args["doc_id"], args["version"], keys)
+            case "drop_chunks":
+                records = [r for key in args["keys"] for r in store.variants(args["tenant"], ChunkKey(key))]
+                for record in records:
+                    store.discard(record.record_id)
+                return len(records)
             case "purge":
                 self._forget_leads = True
                 return store.purge(args["tenant"])

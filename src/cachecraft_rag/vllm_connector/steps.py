@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cachecraft_rag.chunks import AttentionProfile, Span
+from cachecraft_rag.planner.live import LiveSelection
 from cachecraft_rag.planner.plan import Load
 
 LEAD_PREFIX = "lead:"
@@ -38,6 +39,7 @@ class NewRecord:
         prefix_index: for each context chunk, its place in the record's `prefix_chunks`.
         num_prefix_chunks: length of `prefix_chunks`.
         lead: sink that holds the keys of the text before the first chunk.
+        is_scratch: not for the store: later records of the same prompt need its keys.
     """
 
     record_id: int
@@ -48,6 +50,7 @@ class NewRecord:
     prefix_index: tuple[int, ...]
     num_prefix_chunks: int
     lead: str
+    is_scratch: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,11 +75,14 @@ class LoadJob:
     """Fill `[start, context_end)` of one request's KV before this step's forward.
 
     Attributes:
-        token_ids: int32 (context_end,), the prompt up to the end of the job.
-        block_ids: int32, the request's block table up to context_end.
+        token_ids: int32, the prompt up to the end of the job and of `probe`.
+        block_ids: int32, the request's block table up to there.
         loads: records to place; tokens in `recompute` are computed instead.
         recompute: ascending, disjoint; with the loaded tokens they cover the job. May begin before
             `start`, with tokens of vLLM's own hit that are not computed yet.
+        live: tokens to choose, and to compute too, once the loads are done.
+        probe: the question, right behind the context: computed once more to see what it attends to.
+        lead: sink that holds the keys of the text before the first chunk.
     """
 
     request_id: str
@@ -85,6 +91,9 @@ class LoadJob:
     block_ids: np.ndarray
     loads: tuple[Load, ...]
     recompute: tuple[Span, ...]
+    live: LiveSelection | None = None
+    probe: Span = field(default=Span(0, 0))
+    lead: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +124,9 @@ class JobFacts:
     Attributes:
         failed_records: records that could not be loaded; their tokens were computed.
         num_tokens_repaired: tokens computed because of that.
+        select_s: seconds spent on choosing the tokens of a live selection.
+        num_probe_tokens: tokens of the question that were computed for it.
+        chosen: the tokens it chose; sorted and merged.
     """
 
     load_s: float
@@ -122,6 +134,9 @@ class JobFacts:
     loaded_bytes: int
     failed_records: tuple[int, ...] = ()
     num_tokens_repaired: int = 0
+    select_s: float = 0.0
+    num_probe_tokens: int = 0
+    chosen: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

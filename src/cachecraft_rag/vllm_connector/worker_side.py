@@ -12,6 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +20,19 @@ import numpy as np
 import torch
 
 from cachecraft_rag.chunks import AttentionProfile, Span
+from cachecraft_rag.planner.live import LiveMethod, LiveSelection
 from cachecraft_rag.planner.plan import Load
 from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.capture import CaptureSession, Sink
+from cachecraft_rag.vllm_connector.live_choice import (
+    DEVIATION_LAYER,
+    Choice,
+    LiveChooser,
+    LoadedRows,
+    PassEnded,
+    PassWatch,
+    positions_of,
+)
 from cachecraft_rag.vllm_connector.profile import LayerInputs, measure_profile
 from cachecraft_rag.vllm_connector.recompute import cut_runs, merge_spans
 from cachecraft_rag.vllm_connector.rotary import RotaryTable, move_keys, turn_between
@@ -54,6 +65,8 @@ class WorkerSide:
         self._layers: tuple[compat.KVLayer, ...] = ()
         self._session = CaptureSession((), {})
         self._records: dict[int, Sink] = {}
+        self._probe_layers: frozenset[int] = frozenset()
+        self._watch: PassWatch | None = None
         self._leads: OrderedDict[str, Sink] = OrderedDict()
         self._open: dict[int, Sink] = {}
         self._orders = StepOrders()
@@ -80,7 +93,9 @@ class WorkerSide:
         chosen = np.linspace(0, len(layers) - 1, self._num_profile_layers + 2)[1:-1].round()
         profiled = {int(layer): place for place, layer in enumerate(sorted(set(chosen.tolist())))}
         self._session = CaptureSession(layers, profiled)
-        compat.watch_layers(layers, self._session.on_update, profiled, self._session.on_query)
+        self._probe_layers = _layers_to_probe(layers)
+        queried = sorted(self._probe_layers.union(profiled))
+        compat.watch_layers(layers, self._on_update, queried, self._on_query)
         self._layers, self._runner = layers, runner
 
     # --- one engine step ----------------------------------------------------------------------
@@ -158,10 +173,13 @@ class WorkerSide:
     def _new_record_sink(self, record: NewRecord) -> Sink:
         layers = {index: index for index in range(len(self._layers))}
         sink = self._new_sink(record.num_tokens + record.num_separator_tokens, layers)
+        sink.start = record.start
+        if record.is_scratch:
+            return sink
         head = self._layers[0]
         shape = (len(self._session.profile_layers), len(sink.filled), head.num_heads, head.head_size)
         sink.queries = torch.empty(shape, dtype=sink.kv.dtype, device=self._runner.device)
-        sink.spec, sink.start = record, record.start
+        sink.spec = record
         return sink
 
     def _new_sink(self, num_tokens: int, layers: dict[int, int]) -> Sink:
@@ -174,7 +192,9 @@ class WorkerSide:
         if isinstance(target.sink, int):
             return self._open[target.sink]
         if target.sink not in self._leads:
-            lead = self._new_sink(target.num_sink_tokens, self._session.profile_layers)
+            watched = sorted(self._probe_layers.union(self._session.profile_layers))
+            places = {layer: place for place, layer in enumerate(watched)}
+            lead = self._new_sink(target.num_sink_tokens, places)
             self._leads[target.sink] = lead
             while len(self._leads) > MAX_LEADS:
                 self._leads.popitem(last=False)
@@ -249,24 +269,59 @@ class WorkerSide:
         failed = compat.agree_on_failures(failed, self._tensor_parallel_size)
         loads = [load for load, bad in zip(job.loads, failed, strict=True) if not bad]
         missing = [load for load, bad in zip(job.loads, failed, strict=True) if bad]
-        loaded_bytes = self._load(job, loads) if loads else 0
+        live = job.live.without([load.span for load in missing]) if job.live else None
+        rows = self._load(job, loads, self._layers_to_keep(live)) if loads else None
         loaded = time.perf_counter()
         runs = merge_spans([*job.recompute, *(load.span for load in missing)])
-        self._recompute(job, runs)
+        choice = Choice((), runs)
+        if live is not None and live.candidates and rows is not None:
+            choice = self._chooser(job).choose(live, rows, runs, job.probe)
+        selected = time.perf_counter()
+        self._recompute(job, choice.remaining)
         return JobFacts(
             load_s=loaded - began,
-            recompute_s=time.perf_counter() - loaded,
-            loaded_bytes=loaded_bytes,
+            select_s=selected - loaded,
+            recompute_s=time.perf_counter() - selected,
+            loaded_bytes=sum(self._loaded_bytes(load) for load in loads),
             failed_records=tuple(load.record_id for load in missing),
             num_tokens_repaired=sum(len(load.span) for load in missing),
+            num_probe_tokens=choice.num_probe_tokens,
+            chosen=choice.chosen,
         )
+
+    def _layers_to_keep(self, live: LiveSelection | None) -> frozenset[int]:
+        if live is None:
+            return frozenset()
+        return frozenset({DEVIATION_LAYER}) if live.method is LiveMethod.DEVIATION else self._probe_layers
+
+    def _chooser(self, job: LoadJob) -> LiveChooser:
+        def lead_keys(layer: int) -> torch.Tensor | None:
+            lead = self._leads.get(job.lead)
+            return lead.kv[lead.layers[layer], 0] if lead is not None and lead.is_complete else None
+
+        def run_pass(runs: Sequence[Span], watch: PassWatch) -> None:
+            self._watch = watch
+            try:
+                self._recompute(job, runs)
+            finally:
+                self._watch = None
+
+        def sum_over_ranks(own: np.ndarray | None, length: int) -> np.ndarray | None:
+            return compat.sum_over_ranks(own, length, self._tensor_parallel_size)
+
+        return LiveChooser(self._layers, self._probe_layers, run_pass, sum_over_ranks, lead_keys)
 
     def _can_load(self, load: Load) -> bool:
         sink = self._records.get(load.record_id)
         return sink is not None and len(sink.filled) >= load.record_offset + len(load.span)
 
-    def _load(self, job: LoadJob, loads: Sequence[Load]) -> int:
-        """Write the loaded keys, moved, and values into the request's blocks, layer by layer."""
+    def _loaded_bytes(self, load: Load) -> int:
+        kv = self._records[load.record_id].kv
+        return kv.nbytes // kv.shape[2] * len(load.span)
+
+    def _load(self, job: LoadJob, loads: Sequence[Load], kept_layers: frozenset[int]) -> LoadedRows:
+        """Write the loaded keys, moved, and values into the request's blocks, layer by layer; what was
+        written on `kept_layers`."""
         device = self._runner.device
         parts, spans = [], []
         for load in loads:
@@ -277,6 +332,7 @@ class WorkerSide:
         slots = np.concatenate([slots_of(job.block_ids, self._block_size, x.span) for x in loads])
         slot_tensor = torch.from_numpy(slots).to(device)
         turns: dict[int, torch.Tensor] = {}
+        rows = LoadedRows(positions_of([load.span for load in loads]), {}, {})
         for index, layer in enumerate(self._layers):
             key = torch.cat([part[index, 0] for part in parts]).to(device, non_blocking=True)
             value = torch.cat([part[index, 1] for part in parts]).to(device, non_blocking=True)
@@ -284,20 +340,47 @@ class WorkerSide:
             turn = turns.get(id(table.cos_sin))
             if turn is None:
                 turn = turns[id(table.cos_sin)] = _turn(table, spans, device)
-            layer.write(compat.rotate_keys(table, key, turn), value, slot_tensor)
-        return sum(part.nbytes for part in parts)
+            moved = compat.rotate_keys(table, key, turn)
+            layer.write(moved, value, slot_tensor)
+            if index in kept_layers:
+                rows.keys[index], rows.values[index] = moved, value
+        return rows
 
     def _recompute(self, job: LoadJob, runs: Sequence[Span]) -> None:
         limits = compat.pass_limits(self._runner)
         for piece in cut_runs(runs, limits.max_tokens, limits.max_sequences):
             positions = np.concatenate([np.arange(run.start, run.end) for run in piece])
             slots = np.concatenate([slots_of(job.block_ids, self._block_size, r) for r in piece])
-            compat.run_recompute_pass(self._runner, piece, job.token_ids[positions], job.block_ids, slots)
+            with suppress(PassEnded):
+                compat.run_recompute_pass(self._runner, piece, job.token_ids[positions], job.block_ids, slots)
+
+    # --- called by the layers -----------------------------------------------------------------
+
+    def _on_update(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        if self._watch is not None:
+            self._watch.on_update(layer, key, value)
+        self._session.on_update(layer, key, value, slot_mapping)
+
+    def _on_query(self, layer: int, query: torch.Tensor) -> None:
+        if self._watch is not None:
+            self._watch.on_query(layer, query)
+        if layer in self._session.profile_layers:
+            self._session.on_query(layer, query)
 
     def _file_answer(self, name: str, answer: Mapping[str, Any]) -> None:
         self._answers[name] = answer
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
+
+
+def _layers_to_probe(layers: Sequence[compat.KVLayer]) -> frozenset[int]:
+    """Layers on which the question's attention is read: the later half tells more than all of them;
+    windows see only what stands right before the question."""
+    later = range(len(layers) // 2, len(layers))
+    whole = frozenset(index for index in later if layers[index].sliding_window is None)
+    return whole or frozenset(later)
 
 
 def _turn(table: RotaryTable, spans: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:

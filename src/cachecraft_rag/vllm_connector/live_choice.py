@@ -1,0 +1,192 @@
+"""What the workers measure for a live selection: a pass of the question, or one through early layers.
+
+Both passes write the KV that they compute, so nothing in them is lost: the question's pass also
+computes what has to be computed anyway, and the early layers stay fresh.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from cachecraft_rag.chunks import Span
+from cachecraft_rag.planner.live import LiveMethod, LiveSelection
+from cachecraft_rag.vllm_connector.compat import KVLayer
+from cachecraft_rag.vllm_connector.profile import LayerInputs, attention_received
+from cachecraft_rag.vllm_connector.recompute import merge_spans
+
+logger = logging.getLogger(__name__)
+
+DEVIATION_LAYER = 1
+"""Layer whose values are compared, as in CacheBlend's released code; it and those below are computed."""
+
+
+class PassEnded(Exception):  # noqa: N818  (not an error: the pass has done its work)
+    """A pass has seen the layers it was run for."""
+
+
+@dataclass(slots=True, eq=False)
+class PassWatch:
+    """What is kept of a pass: rows of some layers, in the order of the pass's tokens.
+
+    Attributes:
+        layers: whose rows are kept.
+        stop_before: layer before whose KV is written the pass ends, None for a whole pass.
+    """
+
+    layers: frozenset[int]
+    stop_before: int | None = None
+    keys: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    values: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    queries: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def on_update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raises PassEnded where the pass is to end."""
+        if layer == self.stop_before:
+            raise PassEnded
+        if layer in self.layers:
+            # Copies: the model's buffers are used again by the layers above.
+            self.keys.setdefault(layer, []).append(key.clone())
+            self.values.setdefault(layer, []).append(value.clone())
+
+    def on_query(self, layer: int, query: torch.Tensor) -> None:
+        if layer in self.layers:
+            self.queries.setdefault(layer, []).append(query.clone())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedRows:
+    """KV as it was loaded, on the layers that are measured.
+
+    Attributes:
+        positions: int64 (n,), ascending positions in the prompt.
+        keys / values: layer → (n, num_kv_heads, head_size), keys rotated to `positions`.
+    """
+
+    positions: np.ndarray
+    keys: dict[int, torch.Tensor]
+    values: dict[int, torch.Tensor]
+
+    def rows_of(self, spans: Sequence[Span]) -> np.ndarray:
+        return np.searchsorted(self.positions, positions_of(spans))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """The tokens chosen, and what is still to be computed, they included."""
+
+    chosen: tuple[Span, ...]
+    remaining: tuple[Span, ...]
+    num_probe_tokens: int = 0
+
+
+RunPass = Callable[[Sequence[Span], PassWatch], None]
+SumOverRanks = Callable[[np.ndarray | None, int], np.ndarray | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveChooser:
+    """Measures and chooses for one job.
+
+    Attributes:
+        probe_layers: layers on which the question's attention is read.
+        run_pass: computes spans of the job's prompt under a watch.
+        sum_over_ranks: adds up what each rank measured on its own heads; (None, n) if it could not.
+        lead_keys: keys of the text before the first chunk by layer, from position 0 on; None if unknown.
+    """
+
+    layers: Sequence[KVLayer]
+    probe_layers: frozenset[int]
+    run_pass: RunPass
+    sum_over_ranks: SumOverRanks
+    lead_keys: Callable[[int], torch.Tensor | None]
+
+    def choose(self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...], probe: Span) -> Choice:
+        """Choose within the budget, the cost of measuring taken off first.
+
+        Args:
+            runs: what has to be computed anyway.
+        """
+        if live.method is LiveMethod.DEVIATION:
+            return self._by_deviation(live, loaded, runs)
+        return self._by_question(live, loaded, runs, probe)
+
+    def _by_question(
+        self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...], probe: Span
+    ) -> Choice:
+        budget = live.num_tokens - len(probe)
+        if budget <= 0 or not probe:
+            return Choice((), runs)
+        watch = PassWatch(self.probe_layers)
+        first = merge_spans([*runs, probe])
+        self.run_pass(first, watch)
+        measured = self._measure(live, lambda: self._attention(live, loaded, first, len(probe), watch))
+        chosen = live.choose(measured, budget)
+        return Choice(chosen, chosen, len(probe))
+
+    def _by_deviation(self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...]) -> Choice:
+        num_layers, num_early = len(self.layers), DEVIATION_LAYER + 1
+        left = num_layers * live.num_tokens - num_early * live.num_candidates
+        if left <= 0 or num_layers <= num_early:
+            return Choice((), runs)
+        first = merge_spans([*runs, *live.spans])
+        watch = PassWatch(frozenset({DEVIATION_LAYER}), stop_before=num_early)
+        self.run_pass(first, watch)
+        measured = self._measure(live, lambda: _deviation(live, loaded, first, watch))
+        chosen = live.choose(measured, left // (num_layers - num_early))
+        return Choice(chosen, merge_spans([*runs, *chosen]))
+
+    def _measure(self, live: LiveSelection, measure: Callable[[], np.ndarray]) -> np.ndarray | None:
+        try:
+            own: np.ndarray | None = measure()
+        except Exception:
+            logger.exception("tokens are chosen by their stored need: measuring failed")
+            own = None
+        # Every rank comes here, measured or not: the others wait for it.
+        return self.sum_over_ranks(own, live.num_candidates)
+
+    def _attention(
+        self,
+        live: LiveSelection,
+        loaded: LoadedRows,
+        computed: Sequence[Span],
+        num_queries: int,
+        watch: PassWatch,
+    ) -> np.ndarray:
+        """Attention mass that the question puts on each candidate, over heads and probe layers."""
+        total = torch.zeros(live.num_candidates)
+        for index in sorted(self.probe_layers):
+            layer, lead = self.layers[index], self.lead_keys(index)
+            fresh = torch.cat(watch.keys[index])
+            # What the pass itself computed of the text before the chunks is not counted twice.
+            num_lead = 0 if lead is None else min(len(lead), computed[0].start)
+            own = [] if lead is None else [lead[:num_lead].to(fresh.device)]
+            keys = torch.cat([*own, loaded.keys[index], fresh])
+            positions = np.concatenate([np.arange(num_lead), loaded.positions, positions_of(computed)])
+            queries = torch.cat(watch.queries[index]).view(-1, layer.num_heads, layer.head_size)
+            received = attention_received(
+                LayerInputs(layer, queries[-num_queries:], keys, torch.from_numpy(positions).to(fresh.device))
+            )
+            total += received[num_lead + torch.from_numpy(loaded.rows_of(live.spans))]
+        return total.numpy()
+
+
+def _deviation(
+    live: LiveSelection, loaded: LoadedRows, computed: Sequence[Span], watch: PassWatch
+) -> np.ndarray:
+    """Squared distance of each candidate's loaded value from the fresh one, over heads and channels."""
+    fresh = torch.cat(watch.values[DEVIATION_LAYER])
+    rows = np.searchsorted(positions_of(computed), positions_of(live.spans))
+    new = fresh[torch.from_numpy(rows).to(fresh.device)].float()
+    old = loaded.values[DEVIATION_LAYER][torch.from_numpy(loaded.rows_of(live.spans)).to(fresh.device)]
+    distances: np.ndarray = (new - old.float()).square().flatten(1).sum(1).cpu().numpy()
+    return distances
+
+
+def positions_of(spans: Sequence[Span]) -> np.ndarray:
+    """int64, all positions of `spans`, one span after the other."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(s.start, s.end) for s in spans)])
