@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cachecraft_rag.errors import InvalidRequestError, MissingDependencyError
-from cachecraft_rag.retrieval import DenseIndex, default_encoder
+from cachecraft_rag.retrieval import DenseIndex, default_encoder, nearest_neighbours
 
 pytest.importorskip("faiss")
 
@@ -113,3 +115,58 @@ def test_default_encoder_understands_text() -> None:
     index = DenseIndex.from_texts(TEXTS)
     assert ids_of(index.search("Which sea animals breathe air?", 1)) == [2]
     assert default_encoder() is default_encoder()
+
+
+def vectors_by_name(texts: Sequence[str]) -> np.ndarray:
+    """A random direction for each text, of a random length."""
+    seeds = [zlib.crc32(text.encode()) for text in texts]
+    return np.stack([np.random.default_rng(seed).normal(size=8) * (1 + seed % 9) for seed in seeds])
+
+
+def test_neighbours_are_the_other_texts_best_first() -> None:
+    """Each text has its own list, without itself."""
+    texts = ["red green", "red green blue", "blue", "red"]
+    assert nearest_neighbours(texts, 2, count_words) == [(1, 3), (0, 2), (1, 0), (0, 1)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(max_size=9), min_size=1, max_size=12, unique=True), st.integers(1, 14))
+def test_neighbours_agree_with_a_plain_sort(texts: list[str], k: int) -> None:
+    """By cosine over all pairs, whatever the vectors' lengths."""
+    vectors = vectors_by_name(texts)
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    found = nearest_neighbours(texts, k, vectors_by_name)
+    for place, row in enumerate(unit @ unit.T):
+        others = [int(other) for other in np.argsort(-row) if other != place]
+        assert list(found[place]) == others[:k]
+
+
+def test_equal_texts_are_neighbours_of_each_other() -> None:
+    """More of them than places: still never the text itself, and never too few."""
+    found = nearest_neighbours(["same"] * 6, 2, count_words)
+    assert all(len(set(places)) == 2 and place not in places for place, places in enumerate(found))
+
+
+def test_a_single_text_has_no_neighbours() -> None:
+    """Fewer texts than neighbours asked for give what there is."""
+    assert nearest_neighbours(["alone"], 3, count_words) == [()]
+    assert nearest_neighbours(["red", "blue"], 3, count_words) == [(1,), (0,)]
+
+
+def test_texts_are_embedded_once() -> None:
+    """In one call: embedding is what neighbours cost."""
+    batches: list[int] = []
+
+    def encoder(texts: Sequence[str]) -> np.ndarray:
+        batches.append(len(texts))
+        return count_words(texts)
+
+    nearest_neighbours(TEXTS, 1, encoder)
+    assert batches == [3]
+
+
+@pytest.mark.parametrize("k", [0, -1, True, 1.5])
+def test_the_number_of_neighbours_must_be_positive(k: int) -> None:
+    """A wrong k is refused before anything is embedded."""
+    with pytest.raises(InvalidRequestError, match="k is"):
+        nearest_neighbours(TEXTS, k, lambda texts: pytest.fail("embedded"))

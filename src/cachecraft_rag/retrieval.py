@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +45,10 @@ class SentenceEncoder:
 def default_encoder() -> SentenceEncoder:
     """One for the whole process, so that the model is in memory once."""
     return SentenceEncoder()
+
+
+_SEARCHED_PER_MEMBER = 4
+"""How far a group looks for texts that are in no group yet."""
 
 
 class DenseIndex:
@@ -99,14 +104,21 @@ class DenseIndex:
         """
         if not texts:
             return []
-        vectors = _unit_rows(self._encoder(texts), len(texts))
+        return self.add_vectors(self.encode(texts))
+
+    def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Embeddings as the index keeps them: float32 (len(texts), dim), of length 1."""
+        return _unit_rows(self._encoder(texts), len(texts))
+
+    def add_vectors(self, vectors: npt.NDArray[np.float32]) -> list[int]:
+        """`add` for texts that are embedded already: float32 (n, dim), as `encode` makes them."""
         with self._lock:
             if self._index is None:
                 self._index = _new_index(vectors.shape[1])
             _check_length(vectors, self._index.d)
-            ids = np.arange(self._next_id, self._next_id + len(texts), dtype=np.int64)
+            ids = np.arange(self._next_id, self._next_id + len(vectors), dtype=np.int64)
             self._index.add_with_ids(vectors, ids)
-            self._next_id += len(texts)
+            self._next_id += len(vectors)
         return [int(item) for item in ids]
 
     def remove(self, ids: Iterable[int]) -> int:
@@ -145,6 +157,50 @@ class DenseIndex:
             scores, ids = self._index.search(queries, min(k, self._index.ntotal))
         found = zip(ids[0].tolist(), scores[0].tolist(), strict=True)
         return sorted(found, key=lambda item: (-item[1], item[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class NeighbourGroup:
+    """Places of texts that are like each other; every place is a member of one group.
+
+    Attributes:
+        context: the members' nearest neighbours from other groups, the nearest last.
+    """
+
+    members: tuple[int, ...]
+    context: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.members) + len(self.context)
+
+
+def group_neighbours(texts: Sequence[str], size: int, encoder: Encoder | None = None) -> list[NeighbourGroup]:
+    """Texts in groups of `size` (fewer only if there are not so many texts), the first that is in no group
+    yet with its nearest ones; late groups, whose neighbours are taken, get those as context.
+
+    Args:
+        encoder: embeds texts; None takes the embedded default model.
+
+    Raises:
+        MissingDependencyError: faiss, or the default model, is not installed.
+        InvalidRequestError: size is not a positive number, or the encoder's result has a wrong shape.
+    """
+    _check_k(size)
+    index = DenseIndex(encoder)
+    vectors = index.encode(texts)
+    index.add_vectors(vectors)
+    groups: list[NeighbourGroup] = []
+    taken: set[int] = set()
+    for place, vector in enumerate(vectors):
+        if place in taken:
+            continue
+        near = [other for other, _ in index.search_vector(vector, _SEARCHED_PER_MEMBER * size)]
+        free = [other for other in near if other not in taken and other != place]
+        members = (place, *free[: size - 1])
+        rest = [other for other in near if other not in members][: size - len(members)]
+        groups.append(NeighbourGroup(members, tuple(reversed(rest))))
+        taken.update(members)
+    return groups
 
 
 def _new_index(num_dimensions: int) -> Any:
