@@ -1,4 +1,7 @@
-"""Reuse or full compute? What the driver alone can decide, written into the request's spec."""
+"""Reuse or full compute? What the driver alone can decide, written into the request's spec.
+
+`docs/router.md` has the whole decision in one table, with what the scheduler side decides.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,12 @@ from dataclasses import dataclass, replace
 
 from cachecraft_rag.chunks import DocumentRef, PromptLayout, Segment, SegmentKind
 from cachecraft_rag.config import CacheCraftConfig
+from cachecraft_rag.engine.altered import altered_share
+from cachecraft_rag.engine.calls import Call
+from cachecraft_rag.engine.complexity import features, predict, question_of
 from cachecraft_rag.engine.options import CallOptions
 from cachecraft_rag.events import Reason
+from cachecraft_rag.planner.limits import PlanLimits
 from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
 
 MAX_SEPARATOR_TOKENS = 4
@@ -22,21 +29,53 @@ class FullCompute:
     detail: str = ""
 
 
+def route_engine(config: CacheCraftConfig) -> FullCompute | None:
+    """Why no request of an engine reuses anything, None if its configuration allows reuse."""
+    if config.precision_critical:
+        return FullCompute(Reason.PRECISION_CRITICAL, "It is set for the whole engine.")
+    return None
+
+
+def route(
+    call: Call, layout: PromptLayout, num_output_tokens: int, config: CacheCraftConfig
+) -> FullCompute | None:
+    """Why this request is to be computed in full, None if its plan may decide.
+
+    The caller's word comes first: `precision_critical` over any mode, then `reuse="off"`. The rules
+    behind them are for `reuse="auto"`: a strategy named by the caller is obeyed, and "exact" changes
+    no answer.
+
+    Args:
+        num_output_tokens: most tokens that can be generated: `max_tokens`, clipped to the window. An
+            unclipped one was rejected: "no limit" is asked for by a huge number.
+    """
+    options = call.options
+    if options.precision_critical:
+        return FullCompute(Reason.PRECISION_CRITICAL)
+    if options.reuse == "off":
+        return FullCompute(Reason.REUSE_OFF)
+    if options.reuse != "auto":
+        return None
+    full = _altered_chunks(call, layout, config)
+    if full is not None or not layout.chunks:
+        return full
+    return _long_output(num_output_tokens, config) or _complex_question(call, layout, config)
+
+
 def make_spec(
     request_id: str,
     tenant: str,
     layout: PromptLayout,
     options: CallOptions,
     config: CacheCraftConfig,
-    engine_off: FullCompute | None,
+    full: FullCompute | None,
 ) -> RequestSpec:
     """The spec of one request.
 
     Args:
         tenant: salt of keys and index, already with the default filled in.
-        engine_off: why this engine reuses nothing at all, None if it does.
+        full: why it is computed in full, None if its plan decides.
     """
-    full = engine_off or _asked_for_full(options)
     ratio = options.recompute_ratio
     return RequestSpec(
         request_id=request_id,
@@ -45,12 +84,14 @@ def make_spec(
         # "exact" plans as "auto" does and then takes only what lies behind the same prefix.
         strategy=config.strategy if options.reuse in ("auto", "exact") else options.reuse,
         alpha=config.alpha,
+        share=config.share,
         recompute_ratio=config.recompute_ratio if ratio is None else ratio,
         granularity=options.granularity or config.granularity,
         exact_only=options.reuse == "exact",
         store=options.store,
         full_reason=full.reason if full else None,
         full_detail=full.detail if full else "",
+        limits=_limits(options, config),
     )
 
 
@@ -59,10 +100,37 @@ def without_reuse(spec: RequestSpec, full: FullCompute, request_id: str) -> Requ
     return replace(spec, request_id=request_id, full_reason=full.reason, full_detail=full.detail)
 
 
-def _asked_for_full(options: CallOptions) -> FullCompute | None:
-    if options.precision_critical:
-        return FullCompute(Reason.REUSE_OFF, "precision_critical")
-    return FullCompute(Reason.REUSE_OFF) if options.reuse == "off" else None
+def _altered_chunks(call: Call, layout: PromptLayout, config: CacheCraftConfig) -> FullCompute | None:
+    share, limit = altered_share(call.chunks, layout), config.max_altered_share
+    if share <= limit:
+        return None
+    return FullCompute(Reason.ALTERED_CHUNKS, f"Altered: {share:.0%}; max_altered_share={limit}.")
+
+
+def _long_output(num_output_tokens: int, config: CacheCraftConfig) -> FullCompute | None:
+    limit = config.max_output_tokens_for_reuse
+    if num_output_tokens <= limit:
+        return None
+    return FullCompute(
+        Reason.LONG_OUTPUT, f"Tokens: {num_output_tokens}; max_output_tokens_for_reuse={limit}."
+    )
+
+
+def _complex_question(call: Call, layout: PromptLayout, config: CacheCraftConfig) -> FullCompute | None:
+    limit = config.max_complexity
+    if limit >= 1.0:  # switched off: no estimate is above it
+        return None
+    question = question_of(call.prompt, (segment.text for segment in layout.chunks))
+    complexity = predict(features(question, len(layout.chunks), layout.num_tokens))
+    if complexity <= limit:
+        return None
+    return FullCompute(Reason.COMPLEX_QUESTION, f"Estimate: {complexity:.2f}; max_complexity={limit}.")
+
+
+def _limits(options: CallOptions, config: CacheCraftConfig) -> PlanLimits | None:
+    if options.reuse != "auto":
+        return None
+    return PlanLimits(config.max_missing_share, config.max_overhead_share)
 
 
 def _chunk_refs(layout: PromptLayout) -> tuple[ChunkRef, ...]:
