@@ -2,13 +2,14 @@
 #
 #   PYTHON=...    interpreter for .venv (3.11 is what the lock is made for)
 #   PIP_ARGS=...  more arguments for pip, for example an index that has CPU builds of torch
-#   PYTEST_ARGS=, BENCH_ARGS=, LOCK_ARGS=  more arguments for those programs
+#   PYTEST_ARGS=, BENCH_ARGS=, QUALITY_ARGS=, LOCK_ARGS=  more arguments for those programs
 #   EXACTNESS_WORKERS=...  cells of `make exactness` at a time
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+QUALITY_ARGS ?= report
 LOCK_ARGS ?=
 EXACTNESS_WORKERS ?= 2
 
@@ -27,7 +28,7 @@ INSTALL_REQUIREMENTS = $(PIP_INSTALL) --no-deps -r $(REQUIREMENTS)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test unit lint exactness bench lock clean
+.PHONY: help venv model demo test unit lint exactness bench quality lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -63,6 +64,10 @@ exactness: model ## reuse against full compute: models, dtypes, ways to run the 
 
 bench: model ## measure time to first token with and without reuse
 	$(RUN) benchmarks/ttft.py $(BENCH_ARGS)
+
+quality: model ## write docs/quality.md; QUALITY_ARGS="run --model gemma3 --set xquad_en" measures first
+	$(PIP_INSTALL) -r requirements/quality.txt
+	$(RUN) -m benchmarks.quality $(QUALITY_ARGS)
 
 lock: ## write requirements/cpu.lock again (LOCK_ARGS=--upgrade for the newest releases)
 	$(PYTHON) -m venv .venv-lock

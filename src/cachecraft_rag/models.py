@@ -100,10 +100,10 @@ def _require_tools() -> None:
 def _build_default_model(target: Path) -> None:
     gguf = find_gguf()
     _require_tools()
-    _convert(gguf, target)
+    convert_gguf(gguf, target)
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def convert_gguf(gguf: Path, target: Path) -> None:
     """Dequantise `gguf` and write weights, config and tokenizer to `target`."""
     from tqdm import tqdm
     from transformers import AutoTokenizer

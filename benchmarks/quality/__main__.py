@@ -1,0 +1,43 @@
+"""`python -m benchmarks.quality run ...` measures, `... report` writes docs/quality.md."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.quality.results import RESULTS, ROOT
+from benchmarks.quality.ways import DEFAULT_WAYS, Way
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="measure what is not in the result file yet")
+    # Names are checked by the run itself, so that `report` needs neither vLLM nor the models.
+    run.add_argument("--model", default="gemma3", help="default or gemma3")
+    run.add_argument("--set", default="hotpotqa_distractor100", help="name of an evaluation set")
+    run.add_argument("--items", type=int, help="how many; the set's own number if not given")
+    run.add_argument("--half", choices=("all", "even", "odd"), default="all")
+    run.add_argument("--ways", type=Way.parse, nargs="+", default=list(DEFAULT_WAYS), metavar="WAY")
+    run.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    report = commands.add_parser("report", help="write the tables and curves from all result files")
+    report.add_argument("--docs", type=Path, default=ROOT / "docs")
+    for command in (run, report):
+        command.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.command == "report":
+        from benchmarks.quality.report import write_report
+
+        write_report(args.out, args.docs)
+    else:
+        from benchmarks.quality.run import execute, make_run
+
+        execute(make_run(args))
+
+
+if __name__ == "__main__":
+    main()
