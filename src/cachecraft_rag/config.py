@@ -21,6 +21,11 @@ recomputes more. CCI lies in [0.5, 1), so with no overlap the presets recompute 
 30-60 and 100 % of a chunk.
 """
 
+PRESET_SHARES: Mapping[str, float] = MappingProxyType(
+    {"fast": 0.05, "balanced": 0.15, "faithful": 0.3, "strict": 1.0}
+)
+"""Share of the reused tokens that `focus` recomputes behind a prefix with no overlap, by intent."""
+
 REUSE_MODES = ("auto", "off", "exact")
 """Besides these, the name of a strategy is a reuse mode too."""
 
@@ -40,6 +45,16 @@ class CacheCraftConfig:
             the memory that is free when the engine starts; 0 switches the store off.
         num_profile_layers: layers on which attention is profiled at capture, evenly spaced.
         max_known_chunks: chunks remembered for matching by text in later prompts.
+        precision_critical: answer every request by full compute.
+        max_altered_share: of the chunks passed that reach a prompt, the share a template may have altered.
+        max_output_tokens_for_reuse: an answer that may get longer is computed in full.
+        max_complexity: estimate in [0, 1] above which a question is answered in full; 1.0 switches it off.
+        max_missing_share: share of chunk tokens that may be missing from the store.
+        max_overhead_share: share of the prompt that reuse may compute ahead of the model's own forward.
+        feedback_share: share of reused requests that is asked again in idle time; 0 switches feedback off.
+        quality_target: ROUGE-L F1 against full compute that the budget is steered to.
+        quality_threshold: mean of it over the last samples below which requests are computed in full.
+        max_first_token_kl: nats above which a sample is looked into for a chunk that is to blame.
         self_test: prove exactness on the loaded model at its first start.
         default_tenant: tenant of requests that name none.
 
@@ -47,7 +62,7 @@ class CacheCraftConfig:
         ConfigurationError: a value breaks its rule.
     """
 
-    strategy: str = "cachecraft"
+    strategy: str = "focus"
     preset: str = "balanced"
     recompute_ratio: float | None = None
     granularity: int = 1
@@ -56,6 +71,16 @@ class CacheCraftConfig:
     host_store_bytes: int | None = None
     num_profile_layers: int = 4
     max_known_chunks: int = 20_000
+    precision_critical: bool = False
+    max_altered_share: float = 0.5
+    max_output_tokens_for_reuse: int = 8000
+    max_complexity: float = 1.0
+    max_missing_share: float = 0.5
+    max_overhead_share: float = 0.8
+    feedback_share: float = 0.02
+    quality_target: float = 0.9
+    quality_threshold: float = 0.35
+    max_first_token_kl: float = 0.25
     self_test: bool = True
     default_tenant: str = "default"
 
@@ -64,6 +89,14 @@ class CacheCraftConfig:
             raise ConfigurationError(f"preset is {self.preset!r}: choose one of {', '.join(PRESET_ALPHAS)}")
         if self.recompute_ratio is not None:
             check_ratio(self.recompute_ratio, ConfigurationError)
+        for name in _SHARES:
+            _check_share(name, getattr(self, name))
+        if not self.max_first_token_kl > 0:
+            raise ConfigurationError(f"max_first_token_kl is {self.max_first_token_kl!r}: above 0")
+        if self.max_output_tokens_for_reuse < 0:
+            raise ConfigurationError(
+                f"max_output_tokens_for_reuse is {self.max_output_tokens_for_reuse!r}: at least 0"
+            )
         for name in ("granularity", "max_variants_per_chunk", "num_profile_layers", "max_known_chunks"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: it must be at least 1")
@@ -79,6 +112,10 @@ class CacheCraftConfig:
     @property
     def alpha(self) -> float:
         return PRESET_ALPHAS[self.preset]
+
+    @property
+    def share(self) -> float:
+        return PRESET_SHARES[self.preset]
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> CacheCraftConfig:
@@ -102,6 +139,15 @@ class CacheCraftConfig:
         return cls(**values)  # type: ignore[arg-type]
 
 
+_SHARES = (
+    "max_altered_share",
+    "max_complexity",
+    "max_missing_share",
+    "max_overhead_share",
+    "feedback_share",
+    "quality_target",
+    "quality_threshold",
+)
 _OTHER_VARIABLES = frozenset({"cache_dir"})
 
 
@@ -110,6 +156,11 @@ def check_ratio(value: float, error: type[Exception]) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
         raise error(f"recompute_ratio is {value!r}: it is a share of tokens and must lie in [0, 1]")
     return float(value)
+
+
+def _check_share(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+        raise ConfigurationError(f"{name} is {value!r}: it is a share and must lie in [0, 1]")
 
 
 def _parse(variable: str, raw: str, type_name: str) -> object:

@@ -260,8 +260,8 @@ def _find(prompt: str, known: Mapping[str, Chunk]) -> list[tuple[int, Chunk]]:
 
 
 def _decide(prefixes: set[str], prefix: str, options: CallOptions) -> tuple[ChunkDecision, Reason]:
-    if options.reuse == "off" or options.precision_critical:
-        return ChunkDecision.COMPUTED, Reason.REUSE_OFF
+    if (full := _full_reason(options)) is not None:
+        return ChunkDecision.COMPUTED, full
     if not prefixes:
         return ChunkDecision.COMPUTED, Reason.NOT_CACHED
     if prefix in prefixes:
@@ -271,13 +271,19 @@ def _decide(prefixes: set[str], prefix: str, options: CallOptions) -> tuple[Chun
     return ChunkDecision.REUSED, Reason.OTHER_PREFIX
 
 
+def _full_reason(options: CallOptions) -> Reason | None:
+    if options.precision_critical:
+        return Reason.PRECISION_CRITICAL
+    return Reason.REUSE_OFF if options.reuse == "off" else None
+
+
 def _absent(chunk: Chunk, tenant: str) -> ChunkReport:
     return absent_chunk(chunk, chunk_key(tenant, _token_ids(_words(chunk.text.strip()))))
 
 
 def _request_reason(options: CallOptions, reports: Sequence[ChunkReport]) -> Reason:
-    if options.reuse == "off" or options.precision_critical:
-        return Reason.REUSE_OFF
+    if (full := _full_reason(options)) is not None:
+        return full
     present = [report for report in reports if report.reason is not Reason.NOT_IN_PROMPT]
     if not present:
         return Reason.NO_CHUNKS

@@ -6,6 +6,7 @@ Importing this loads neither vLLM nor torch: both come with the first start.
 from __future__ import annotations
 
 from cachecraft_rag.engine.api import ChatEngine, Completion, CompletionDelta, Message, SamplingOptions
+from cachecraft_rag.engine.calibration import Calibration, CalibrationPoint, CalibrationQuestion
 from cachecraft_rag.engine.engine import CacheCraftEngine
 from cachecraft_rag.engine.options import CallOptions
 from cachecraft_rag.engine.registry import shared_engine
@@ -13,6 +14,9 @@ from cachecraft_rag.engine.self_test import SelfTestResult
 
 __all__ = [
     "CacheCraftEngine",
+    "Calibration",
+    "CalibrationPoint",
+    "CalibrationQuestion",
     "CallOptions",
     "ChatEngine",
     "Completion",

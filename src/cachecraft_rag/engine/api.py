@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
 from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.errors import InvalidRequestError
 from cachecraft_rag.events import ReuseReport
 
+KV_TRANSFER_PARAMS = "kv_transfer_params"
+"""Key of vLLM's `extra_args` under which a request speaks to its KV connector."""
 Message = Mapping[str, Any]
 """A chat message: `{"role": str, "content": str | list of {"type": "text", "text": str}}`."""
 
@@ -23,6 +25,7 @@ class SamplingOptions:
         stop: texts that end the answer; they are not part of it.
         logprobs: also return the log-probabilities of this many tokens at each step.
         seed: makes `temperature > 0` repeatable.
+        extra_args: what a logits processor of your own reads (vLLM's `SamplingParams.extra_args`).
 
     Raises:
         InvalidRequestError: a value breaks its rule.
@@ -37,6 +40,7 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -45,6 +49,8 @@ class SamplingOptions:
             raise InvalidRequestError(f"temperature is {self.temperature!r}: it must not be negative")
         if not 0 < self.top_p <= 1:
             raise InvalidRequestError(f"top_p is {self.top_p!r}: it must lie in (0, 1]")
+        if KV_TRANSFER_PARAMS in self.extra_args:
+            raise InvalidRequestError(f"extra_args holds {KV_TRANSFER_PARAMS!r}, which is the engine's own")
         if self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens!r}, more than max_tokens={self.max_tokens!r}"

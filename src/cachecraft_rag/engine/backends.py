@@ -34,6 +34,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from cachecraft_rag.config import CacheCraftConfig
+from cachecraft_rag.engine.api import KV_TRANSFER_PARAMS, SamplingOptions
 from cachecraft_rag.engine.backend import Backend, BackendOutput, BackendRequest
 from cachecraft_rag.engine.memory import choose_host_store_bytes
 from cachecraft_rag.errors import ConfigurationError, EngineError, GenerationError, InvalidRequestError
@@ -45,6 +46,7 @@ T = TypeVar("T")
 # compiling takes 50 s of start-up where eager takes 12 s.
 _CPU_DEFAULTS: Mapping[str, Any] = {"enforce_eager": True, "block_size": 32}
 _CPU_KV_BYTES = 2 * 1024**3
+_SAMPLING_FIELDS = dataclasses.fields(SamplingOptions)
 _SHUTDOWN_TIMEOUT_S = 20.0
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
@@ -240,11 +242,13 @@ def _prompt(request: BackendRequest) -> Any:
 
 
 def _sampling_params(request: BackendRequest) -> SamplingParams:
-    options = dataclasses.asdict(request.sampling)
+    options = {field.name: getattr(request.sampling, field.name) for field in _SAMPLING_FIELDS}
+    extra_args = dict(request.sampling.extra_args)
+    if request.params:
+        extra_args[KV_TRANSFER_PARAMS] = dict(request.params)
     return SamplingParams(
-        **{**options, "stop": list(request.sampling.stop)},
+        **{**options, "stop": list(request.sampling.stop), "extra_args": extra_args or None},
         output_kind=RequestOutputKind.DELTA,
-        extra_args={"kv_transfer_params": dict(request.params)} if request.params else None,
     )
 
 
@@ -254,7 +258,7 @@ def _control_request(message: ControlMessage) -> EngineCoreRequest:
         request_id=f"control-{message.control_id}",
         prompt_token_ids=[0],
         mm_features=None,
-        sampling_params=SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": message.to_params()}),
+        sampling_params=SamplingParams(max_tokens=1, extra_args={KV_TRANSFER_PARAMS: message.to_params()}),
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,

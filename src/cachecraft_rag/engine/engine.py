@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cachecraft_rag.chunks import Chunk, chunk_key
 from cachecraft_rag.engine.api import Completion, CompletionDelta, Message
+from cachecraft_rag.engine.calibrate import CalibrationRun
+from cachecraft_rag.engine.calibration import (
+    BUDGETS,
+    Calibration,
+    CalibrationQuestion,
+    Setup,
+    check_budgets,
+    check_questions,
+    check_target,
+)
+from cachecraft_rag.engine.calibration_files import AnswerFile, save_calibration
 from cachecraft_rag.engine.calls import Call
 from cachecraft_rag.engine.lifecycle import EngineLifecycle
 from cachecraft_rag.engine.options import (
@@ -21,9 +33,12 @@ from cachecraft_rag.engine.options import (
 from cachecraft_rag.engine.router import FullCompute
 from cachecraft_rag.engine.running import RunningEngine
 from cachecraft_rag.engine.self_test import SelfTestResult, load_result, run_self_test, save_result
-from cachecraft_rag.engine.warm import run_calls, warm_calls
+from cachecraft_rag.engine.warm import WarmPrompts, check_count, make_groups, prepare_group, run_calls
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.events import Reason
+
+if TYPE_CHECKING:
+    from cachecraft_rag.retrieval import Encoder
 
 logger = logging.getLogger(__name__)
 
@@ -115,25 +130,37 @@ class CacheCraftEngine(EngineLifecycle):
         *,
         system: str | None = None,
         tenant: str | None = None,
+        neighbours: bool | int = False,
+        encoder: Encoder | None = None,
         show_progress: bool = False,
     ) -> int:
         """Compute and store chunks ahead of the first question, each behind the system prompt.
+
+        Args:
+            neighbours: cache chunks in groups with so many of their nearest neighbours among `chunks`
+                (True: the default number): KV that saw such context needs less repair later, for the
+                price of computing each chunk twice.
+            encoder: embeds texts to find neighbours; None takes the embedded default model (English).
 
         Returns:
             The number of distinct texts that are in the store afterwards.
 
         Raises:
+            InvalidRequestError: an argument breaks its rule.
+            MissingDependencyError: `neighbours` needs faiss and an embedding model.
             PromptTooLongError: a chunk does not fit the model's window.
             EngineError: as `chat`.
         """
         from tqdm import tqdm
 
         check_tenant(tenant)
-        chosen, running = check_chunks(chunks), self._started()
-        calls = warm_calls(chosen, system=system, tenant=tenant, has_chat_template=running.has_chat_template)
-        prepared = [running.prepare(call) for call in calls]
-        with tqdm(total=len(prepared), desc="Warming chunks", disable=not show_progress) as progress:
-            return self._live.loop.run(run_calls(prepared, running.answer, progress.update))
+        groups = make_groups(check_chunks(chunks), check_count(neighbours), encoder)
+        running = self._started()
+        prompts = WarmPrompts(system, tenant, running.has_chat_template)
+        calls = [call for group in groups for call in prepare_group(group, prompts, running.prepare)]
+        num_texts = sum(len(group.members) for group in groups)
+        with tqdm(total=num_texts, desc="Warming chunks", disable=not show_progress) as progress:
+            return self._live.loop.run(run_calls(calls, running.answer, progress.update))
 
     def replace(
         self, doc_id: str, version: str | None, chunks: Sequence[Chunk], *, tenant: str | None = None
@@ -173,10 +200,67 @@ class CacheCraftEngine(EngineLifecycle):
         return self._drop("purge", tenant=tenant)
 
     def stats(self) -> dict[str, Any]:
-        """The store's figures, and under "engine" what this engine counted."""
+        """The store's figures; under "engine" what this engine counted, under "feedback" what its samples
+        showed and led to, under "calibration" what its budget was calibrated to, None if it was not."""
+        figures: dict[str, Any] = {**(self._control("stats") or {})}
         counters = dict(self._running.counters) if self._running else {}
-        counters["num_known_chunks"] = len(self._known)
-        return {**(self._control("stats") or {}), "engine": counters}
+        figures["engine"] = {**counters, "num_known_chunks": len(self._known)}
+        if self._running is not None:
+            figures["feedback"] = self._running.feedback.stats()
+            found = self._running.calibration
+            figures["calibration"] = None if found is None else found.to_dict()
+        return figures
+
+    def calibrate(
+        self,
+        questions: Sequence[CalibrationQuestion],
+        target_agreement: float = 0.9,
+        *,
+        budgets: Sequence[float] = BUDGETS,
+        confidence: float = 0.9,
+        system: str | None = None,
+        neighbours: bool | int = False,
+        max_tokens: int = 32,
+        show_progress: bool = True,
+    ) -> Calibration:
+        """Find the smallest share of reused tokens to recompute with which answers stay those of full
+        compute, and use it from now on: here and in later engines of this model, for requests of
+        `reuse="auto"` where the configuration has no `recompute_ratio` and preset "balanced".
+
+        Every answer is remembered at once in the cache folder, so a run that was stopped goes on where
+        it was. Chunks are cached in a tenant of their own, which is purged at the end.
+
+        Args:
+            target_agreement: share of questions whose greedy answer is to be the same text, in (0, 1].
+            budgets: shares to choose from; 1.0 is always one of them.
+            confidence: of the intervals in the result, which say how far the questions carry.
+            system: system prompt of the questions; chunks are cached behind it, as by `warm`.
+            neighbours: as in `warm`; calibrate with what you use.
+            max_tokens: answers are compared up to this length. Shorter answers agree more.
+
+        Raises:
+            InvalidRequestError: no questions, a question without chunks, or a number out of its range.
+            EngineError: as `chat`.
+        """
+        from tqdm import tqdm
+
+        check_target(target_agreement, confidence)
+        chosen, shares = check_questions(questions), check_budgets(budgets)
+        config, running = self._config, self._started()
+        setup = Setup(config.strategy, config.granularity, system, neighbours, max_tokens)
+        total = len(chosen) * math.ceil(math.log2(len(shares)) + 1)
+        with tqdm(total=total, desc="Calibrating", disable=not show_progress) as progress:
+            answers = AnswerFile(running.namespace)
+            run = CalibrationRun(self, chosen, setup, answers, progress.update)
+            found = run.run(shares, target_agreement, confidence)
+        save_calibration(running.namespace, found)
+        running.calibration = found
+        return found
+
+    def drain_feedback(self) -> None:
+        """Examine all samples that wait for idle time now: at the end of a batch, or before `stats()`."""
+        if self._running is not None:
+            self._live.loop.run(self._running.feedback.drain())
 
     def check(self) -> list[str]:
         """Problems found in the store's books; empty if they add up."""

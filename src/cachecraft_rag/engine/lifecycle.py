@@ -19,7 +19,6 @@ from cachecraft_rag.errors import EngineClosedError
 from cachecraft_rag.segments.known import KnownChunks
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.backend import Backend
     from cachecraft_rag.engine.running import RunningEngine
 
 
@@ -28,7 +27,7 @@ class _Live:
     """What must be ended with an engine; holds no reference to it."""
 
     loop: EngineLoop = field(default_factory=EngineLoop)
-    backend: Backend | None = None
+    running: RunningEngine | None = None
     owner_pid: int = field(default_factory=os.getpid)
 
 
@@ -121,7 +120,8 @@ class EngineLifecycle:
         return await asyncio.to_thread(self._started)
 
     def _start(self) -> RunningEngine:
-        self._live.backend, running = start_engine(self._settings, self._live.loop, self._known)
+        _, running = start_engine(self._settings, self._live.loop, self._known)
+        self._live.running = running
         # `weakref.finalize` alone would come after `multiprocessing`, which waits for vLLM to end. What
         # is registered last runs first, and by now vLLM has imported `multiprocessing`.
         atexit.register(self._shut_down)
@@ -154,4 +154,4 @@ def _shut_down(live: _Live) -> None:
     """End vLLM and its loop."""
     if os.getpid() != live.owner_pid:
         return  # a forked child: the engine is its parent's
-    live.loop.stop(live.backend.shutdown if live.backend else None)
+    live.loop.stop(live.running.shutdown if live.running else None)

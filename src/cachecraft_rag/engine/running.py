@@ -17,11 +17,14 @@ from cachecraft_rag.chunks import PromptLayout
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine.api import Completion, CompletionDelta, Message, SamplingOptions
 from cachecraft_rag.engine.backend import Backend, BackendRequest
+from cachecraft_rag.engine.calibration import Calibration
+from cachecraft_rag.engine.calibration_files import load_calibration
 from cachecraft_rag.engine.calls import Answer, Call, Prepared
+from cachecraft_rag.engine.feedback import Feedback
 from cachecraft_rag.engine.namespace import tenant_cache_salt, tenant_namespace
 from cachecraft_rag.engine.options import CallOptions
 from cachecraft_rag.engine.reports import absent_chunks, complete_report, full_report
-from cachecraft_rag.engine.router import FullCompute, make_spec, without_reuse
+from cachecraft_rag.engine.router import FullCompute, make_spec, route, route_engine, without_reuse
 from cachecraft_rag.errors import EngineError, GenerationError, PromptTooLongError
 from cachecraft_rag.events import Reason, RequestDecision, ReuseReport
 from cachecraft_rag.segments.known import KnownChunks
@@ -49,6 +52,7 @@ class RunningEngine:
         self_test_key: names what a self-test's result holds for.
         off: why nothing is reused by any request, None if reuse works.
         is_attached: whether our connector is inside vLLM.
+        feedback: samples of its own answers, and what they led to.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class RunningEngine:
         is_attached: bool,
         off: FullCompute | None,
     ) -> None:
-        self.off = off
+        self.off = off or route_engine(config)
         self.is_attached = is_attached
         self.namespace = namespace
         self.self_test_key = self_test_key
@@ -73,6 +77,8 @@ class RunningEngine:
         self._known = known
         self._tokenizer = backend.tokenizer
         self.segment_tokenizer = SegmentTokenizer(self._tokenizer)
+        self._calibration = load_calibration(namespace)
+        self.feedback = Feedback(config, self._answer_once, self.control, self.forget_prefixes)
 
     @property
     def max_model_len(self) -> int:
@@ -85,6 +91,18 @@ class RunningEngine:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What this model was calibrated to, where the configuration leaves the budget to it."""
+        found, config = self._calibration, self._config
+        if found is None or config.recompute_ratio is not None or config.preset != "balanced":
+            return None
+        return found if found.setup.get("strategy") == config.strategy else None
+
+    @calibration.setter
+    def calibration(self, found: Calibration) -> None:
+        self._calibration = found
 
     def tenant_namespace(self, tenant: str) -> str:
         return tenant_namespace(self.namespace, tenant)
@@ -111,7 +129,9 @@ class RunningEngine:
         encode_chunk = partial(self.segment_tokenizer.encode_chunk, remember=options.store)
         layout = build_layout(prompt.text, matches, self.segment_tokenizer, namespace, remember=options.store)
         sampling = self._fit(layout.num_tokens, options.sampling)
-        spec = make_spec(_new_id(), tenant, layout, options, self._config, self.off)
+        full = self.off or route(call, layout, sampling.max_tokens, self._config)
+        spec = make_spec(_new_id(), tenant, layout, options, self._config, full)
+        spec = self.feedback.steer(self._calibrated(spec, options), options)
         return Prepared(
             call=call,
             layout=layout,
@@ -127,30 +147,24 @@ class RunningEngine:
             GenerationError: vLLM failed the request, with reuse off as well.
             EngineError: the engine is dead.
         """
-        try:
-            return await self._answer_once(prepared)
-        except GenerationError as fault:
-            return await self._answer_once(self._again(prepared, fault))
+        with self.feedback.traffic():
+            try:
+                completion = await self._answer_once(prepared)
+            except GenerationError as fault:
+                completion = await self._answer_once(self._again(prepared, fault))
+            return self._note(prepared, completion)
 
     async def stream(self, prepared: Prepared) -> AsyncGenerator[CompletionDelta, None]:
         """The answer in pieces; the last one carries the whole `Completion`.
 
         A request that fails with reuse on is only sent again as long as no piece was handed out.
         """
-        has_begun = False
-        try:
-            async with aclosing(self._stream_once(prepared)) as deltas:
+        with self.feedback.traffic():
+            async with aclosing(self._stream(prepared)) as deltas:
                 async for delta in deltas:
-                    has_begun = True
+                    if delta.completion is not None:
+                        self._note(prepared, delta.completion)
                     yield delta
-            return
-        except GenerationError as error:
-            if has_begun:
-                raise
-            fault = error
-        async with aclosing(self._stream_once(self._again(prepared, fault))) as deltas:
-            async for delta in deltas:
-                yield delta
 
     async def control(self, action: str, **arguments: Any) -> Any:
         """Send a command to the scheduler side and wait for its result.
@@ -166,6 +180,11 @@ class RunningEngine:
         if "error" in reply:
             raise EngineError(f"{action!r} failed: {reply['error']}")
         return reply["result"]
+
+    def _calibrated(self, spec: RequestSpec, options: CallOptions) -> RequestSpec:
+        if options.reuse != "auto" or spec.recompute_ratio is not None or self.calibration is None:
+            return spec
+        return replace(spec, recompute_ratio=self.calibration.budget)
 
     def _text_of(self, prompt: str | Sequence[Message]) -> PromptText:
         return PromptText.plain(prompt) if isinstance(prompt, str) else render_chat(self._tokenizer, prompt)
@@ -208,12 +227,33 @@ class RunningEngine:
         request = replace(prepared.request, request_id=spec.request_id, params=spec.to_params())
         return replace(prepared, spec=spec, request=request)
 
+    async def shutdown(self) -> None:
+        """End feedback, then vLLM."""
+        await self.feedback.stop()
+        await self._backend.shutdown()
+
     async def _answer_once(self, prepared: Prepared) -> Completion:
         answer = Answer(prepared.call.started_s)
         async with aclosing(self._backend.generate(prepared.request)) as outputs:
             async for output in outputs:
                 answer.add(output)
         return await self._complete(prepared, answer)
+
+    async def _stream(self, prepared: Prepared) -> AsyncGenerator[CompletionDelta, None]:
+        has_begun = False
+        try:
+            async with aclosing(self._stream_once(prepared)) as deltas:
+                async for delta in deltas:
+                    has_begun = True
+                    yield delta
+            return
+        except GenerationError as error:
+            if has_begun:
+                raise
+            fault = error
+        async with aclosing(self._stream_once(self._again(prepared, fault))) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def _stream_once(self, prepared: Prepared) -> AsyncGenerator[CompletionDelta, None]:
         answer = Answer(prepared.call.started_s)
@@ -228,7 +268,6 @@ class RunningEngine:
         if answer.finish_reason == "error":
             raise GenerationError("vLLM ended the request with an error of its own")
         report = await self._report(prepared, answer)
-        self._count(report)
         return Completion(
             text="".join(answer.text),
             token_ids=tuple(answer.token_ids),
@@ -253,6 +292,11 @@ class RunningEngine:
         except Exception as error:
             logger.warning("the report of request %s was lost: %r", spec.request_id, error)
         return full_report(spec.request_id, layout, Reason.REPORT_LOST)
+
+    def _note(self, prepared: Prepared, completion: Completion) -> Completion:
+        self._count(completion.report)
+        self.feedback.offer(prepared, completion)
+        return completion
 
     def _count(self, report: ReuseReport) -> None:
         self.counters["num_requests"] += 1
