@@ -37,7 +37,7 @@ class Meter:
         full = Trace()
         answer = await self._ask(item, full, reuse="off", store=False, **self.model.sampling)
         reference = Reference.of([full.rows[step] for step in range(len(full.rows))])
-        row = self._row(item, FULL, answer, _Distance([0.0], None), charged=1.0)
+        row = self._row(item, FULL, answer, _Distance([0.0], None, answer.text.strip()), charged=1.0)
         rows = await asyncio.gather(*(self._measure_way(item, way, answer, reference) for way in ways))
         return [row, *rows] if with_full else rows
 
@@ -52,7 +52,7 @@ class Meter:
         if step is not None and step + 1 < len(reference):
             kl = await self._forced_kl(item, full, reference, options)
         charged = metrics.charged_ratio(way.strategy, answer.report, self._num_layers)
-        distance = _Distance([kl[step] for step in range(len(reference))], step)
+        distance = _Distance([kl[step] for step in range(len(reference))], step, full.text.strip())
         return self._row(item, way.name, answer, distance, charged)
 
     async def _forced_kl(
@@ -83,7 +83,7 @@ class Meter:
             way=way,
             kl=fmean(distance.kl),
             kl_first=distance.kl[0],
-            agree=distance.divergence is None,
+            agree=answer == distance.full_answer,
             divergence=distance.divergence,
             f1=metrics.f1(answer, item.answers, language),
             exact_match=metrics.exact_match(answer, item.answers),
@@ -104,6 +104,7 @@ class _Distance:
 
     kl: list[float]
     divergence: int | None
+    full_answer: str
 
 
 def divergence(full: Sequence[int], other: Sequence[int]) -> int | None:

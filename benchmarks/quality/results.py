@@ -43,7 +43,7 @@ class Row:
         position: place of the item in the fixed order.
         kl: KL(full prefill || way) in nats, mean over the first answer tokens, forced along full
             prefill's answer; `kl_first` of the first token alone.
-        agree: whether the whole answer has full prefill's tokens.
+        agree: whether the answer is full prefill's, as text: white space that ends it does not count.
         divergence: first step with another token, None if there is none.
         num_missing_tokens: chunk tokens that were computed, as they were not in the store.
         charged: budget spent, see `metrics.charged_ratio`.

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,10 +44,6 @@ class SentenceEncoder:
 def default_encoder() -> SentenceEncoder:
     """One for the whole process, so that the model is in memory once."""
     return SentenceEncoder()
-
-
-_SEARCHED_PER_MEMBER = 4
-"""How far a group looks for texts that are in no group yet."""
 
 
 class DenseIndex:
@@ -159,48 +154,24 @@ class DenseIndex:
         return sorted(found, key=lambda item: (-item[1], item[0]))
 
 
-@dataclass(frozen=True, slots=True)
-class NeighbourGroup:
-    """Places of texts that are like each other; every place is a member of one group.
-
-    Attributes:
-        context: the members' nearest neighbours from other groups, the nearest last.
-    """
-
-    members: tuple[int, ...]
-    context: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.members) + len(self.context)
-
-
-def group_neighbours(texts: Sequence[str], size: int, encoder: Encoder | None = None) -> list[NeighbourGroup]:
-    """Texts in groups of `size` (fewer only if there are not so many texts), the first that is in no group
-    yet with its nearest ones; late groups, whose neighbours are taken, get those as context.
+def nearest_neighbours(texts: Sequence[str], k: int, encoder: Encoder | None = None) -> list[tuple[int, ...]]:
+    """For each text the places of the k others nearest to it, best first; fewer if there are not so many.
 
     Args:
         encoder: embeds texts; None takes the embedded default model.
 
     Raises:
         MissingDependencyError: faiss, or the default model, is not installed.
-        InvalidRequestError: size is not a positive number, or the encoder's result has a wrong shape.
+        InvalidRequestError: k is not a positive number, or the encoder's result has a wrong shape.
     """
-    _check_k(size)
+    _check_k(k)
     index = DenseIndex(encoder)
     vectors = index.encode(texts)
     index.add_vectors(vectors)
-    groups: list[NeighbourGroup] = []
-    taken: set[int] = set()
-    for place, vector in enumerate(vectors):
-        if place in taken:
-            continue
-        near = [other for other, _ in index.search_vector(vector, _SEARCHED_PER_MEMBER * size)]
-        free = [other for other in near if other not in taken and other != place]
-        members = (place, *free[: size - 1])
-        rest = [other for other in near if other not in members][: size - len(members)]
-        groups.append(NeighbourGroup(members, tuple(reversed(rest))))
-        taken.update(members)
-    return groups
+    return [
+        tuple(other for other, _ in index.search_vector(vector, k + 1) if other != place)[:k]
+        for place, vector in enumerate(vectors)
+    ]
 
 
 def _new_index(num_dimensions: int) -> Any:

@@ -33,7 +33,7 @@ from cachecraft_rag.engine.options import (
 from cachecraft_rag.engine.router import FullCompute
 from cachecraft_rag.engine.running import RunningEngine
 from cachecraft_rag.engine.self_test import SelfTestResult, load_result, run_self_test, save_result
-from cachecraft_rag.engine.warm import WarmPrompts, check_count, make_groups, prepare_group, run_calls
+from cachecraft_rag.engine.warm import check_count, first_that_fits, run_calls, warm_calls
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.events import Reason
 
@@ -137,9 +137,9 @@ class CacheCraftEngine(EngineLifecycle):
         """Compute and store chunks ahead of the first question, each behind the system prompt.
 
         Args:
-            neighbours: cache chunks in groups with so many of their nearest neighbours among `chunks`
-                (True: the default number): KV that saw such context needs less repair later, for the
-                price of computing each chunk twice.
+            neighbours: also put each chunk behind so many of its nearest neighbours among `chunks`
+                (True: the default number): KV that saw such context needs less repair later, for
+                the price of computing the neighbours too.
             encoder: embeds texts to find neighbours; None takes the embedded default model (English).
 
         Returns:
@@ -154,13 +154,19 @@ class CacheCraftEngine(EngineLifecycle):
         from tqdm import tqdm
 
         check_tenant(tenant)
-        groups = make_groups(check_chunks(chunks), check_count(neighbours), encoder)
+        chosen, num_neighbours = check_chunks(chunks), check_count(neighbours)
         running = self._started()
-        prompts = WarmPrompts(system, tenant, running.has_chat_template)
-        calls = [call for group in groups for call in prepare_group(group, prompts, running.prepare)]
-        num_texts = sum(len(group.members) for group in groups)
-        with tqdm(total=num_texts, desc="Warming chunks", disable=not show_progress) as progress:
-            return self._live.loop.run(run_calls(calls, running.answer, progress.update))
+        calls = warm_calls(
+            chosen,
+            system=system,
+            tenant=tenant,
+            has_chat_template=running.has_chat_template,
+            num_neighbours=num_neighbours,
+            encoder=encoder,
+        )
+        prepared = [first_that_fits(running.prepare, each) for each in calls]
+        with tqdm(total=len(prepared), desc="Warming chunks", disable=not show_progress) as progress:
+            return self._live.loop.run(run_calls(prepared, running.answer, progress.update))
 
     def replace(
         self, doc_id: str, version: str | None, chunks: Sequence[Chunk], *, tenant: str | None = None

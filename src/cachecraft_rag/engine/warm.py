@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.chunks import Chunk
@@ -16,67 +17,59 @@ from cachecraft_rag.errors import InvalidRequestError, PromptTooLongError
 if TYPE_CHECKING:
     from cachecraft_rag.retrieval import Encoder
 
-NUM_NEIGHBOURS = 7
-"""Neighbours in `warm(neighbours=True)`."""
+NUM_NEIGHBOURS = 4
+"""Nearest neighbours before a chunk in `warm(neighbours=True)`."""
 _MAX_AT_ONCE = 32
 _SEPARATOR = "\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class WarmGroup:
-    """Chunks that are cached together.
+def warm_calls(
+    chunks: Sequence[Chunk],
+    *,
+    system: str | None,
+    tenant: str | None,
+    has_chat_template: bool,
+    num_neighbours: int = 0,
+    encoder: Encoder | None = None,
+) -> list[tuple[Call, ...]]:
+    """Per distinct text, calls for one token in order of preference: the chunk behind the system prompt
+    and its nearest neighbours among `chunks`, the nearest last; and, should that not fit the model's
+    window, behind the system prompt alone.
 
-    Attributes:
-        members: to be stored, each behind others of the group.
-        context: stored by other groups; they stand before the members.
+    KV computed in a context like that of later prompts needs less repair (FusionRAG, arXiv 2601.12904).
     """
+    # "exact": a chunk that is stored behind the same prefix is not computed again, any other is
+    # computed behind it rather than stored from moved KV.
+    options = CallOptions(reuse="exact", tenant=tenant, sampling=SamplingOptions(max_tokens=1))
+    distinct = {chunk.text.strip(): chunk for chunk in chunks if chunk.text.strip()}
+    texts = list(distinct)
+    make = _messages if has_chat_template else _text
 
-    members: tuple[Chunk, ...]
-    context: tuple[Chunk, ...] = ()
+    def call(standing: Sequence[str]) -> Call:
+        prompt = make(system, _SEPARATOR.join(standing))
+        return Call(prompt, tuple(distinct[text] for text in standing), options)
 
-    def halves(self) -> tuple[WarmGroup, ...]:
-        """The group in two, or without its context; () if there is nothing to leave out."""
-        middle = len(self.members) // 2
-        if middle:
-            parts = (self.members[:middle], self.members[middle:])
-            return tuple(WarmGroup(part, self.context) for part in parts)
-        return (WarmGroup(self.members),) if self.context else ()
+    contexts = _contexts(texts, num_neighbours, encoder)
+    return [
+        tuple(call([*before, text]) for before in ((context, ()) if context else ((),)))
+        for text, context in zip(texts, contexts, strict=True)
+    ]
 
 
-@dataclass(frozen=True, slots=True)
-class WarmPrompts:
-    """How groups are asked: chunks behind the system prompt, for one token."""
+def first_that_fits(prepare: Callable[[Call], Prepared], calls: Sequence[Call]) -> Prepared:
+    """The first of `calls` that fits the model's window, as one that stores its last chunk only.
 
-    system: str | None
-    tenant: str | None
-    has_chat_template: bool
-
-    def calls(self, group: WarmGroup) -> list[tuple[Call, int]]:
-        """Calls, each with the index of the first chunk that it stores.
-
-        The members stand behind the context in one order and in reverse, and each prompt stores its
-        second half: so every member sees at least half of the group, at the price of computing it
-        twice. A prompt for each member, behind all the others, would cost a group of 8 eight times.
-        """
-        num_chunks, num_context = len(group.members) + len(group.context), len(group.context)
-        first = max(num_chunks // 2, num_context)
-        num_left = first - num_context
-        calls = [(self._call([*group.context, *group.members]), first)]
-        if num_left:
-            calls.append((self._call([*group.context, *reversed(group.members)]), num_chunks - num_left))
-        return calls
-
-    def _call(self, chunks: Sequence[Chunk]) -> Call:
-        # "exact": a chunk that is stored behind the same prefix is not computed again, any other is
-        # computed behind it rather than stored from moved KV.
-        options = CallOptions(reuse="exact", tenant=self.tenant, sampling=SamplingOptions(max_tokens=1))
-        make = _messages if self.has_chat_template else _text
-        text = _SEPARATOR.join(chunk.text.strip() for chunk in chunks)
-        return Call(make(self.system, text), tuple(chunks), options)
+    Raises:
+        PromptTooLongError: none does.
+    """
+    for call in calls[:-1]:
+        with suppress(PromptTooLongError):
+            return _storing_last_chunk(prepare(call))
+    return _storing_last_chunk(prepare(calls[-1]))
 
 
 def check_count(neighbours: object) -> int:
-    """A number of neighbours.
+    """A number of neighbours; True is the default number.
 
     Raises:
         InvalidRequestError: it is no whole number from 0 on.
@@ -86,86 +79,42 @@ def check_count(neighbours: object) -> int:
     return NUM_NEIGHBOURS if neighbours is True else int(neighbours)
 
 
-def make_groups(
-    chunks: Sequence[Chunk], num_neighbours: int = 0, encoder: Encoder | None = None
-) -> list[WarmGroup]:
-    """The distinct texts of `chunks`, each alone or in groups of neighbours.
+def _contexts(texts: Sequence[str], num_neighbours: int, encoder: Encoder | None) -> list[tuple[str, ...]]:
+    if not num_neighbours or len(texts) < 2:
+        return [() for _ in texts]
+    from cachecraft_rag.retrieval import nearest_neighbours
 
-    KV computed in a context like that of later prompts needs less repair (FusionRAG, arXiv 2601.12904).
-    """
-    distinct = list({c.text.strip(): c for c in chunks if c.text.strip()}.values())
-    if not num_neighbours or len(distinct) < 2:
-        return [WarmGroup((chunk,)) for chunk in distinct]
-    from cachecraft_rag.retrieval import group_neighbours
-
-    groups = group_neighbours([chunk.text for chunk in distinct], num_neighbours + 1, encoder)
-    return [
-        WarmGroup(
-            tuple(distinct[place] for place in group.members),
-            tuple(distinct[place] for place in group.context),
-        )
-        for group in groups
-    ]
+    places = nearest_neighbours(texts, num_neighbours, encoder)
+    return [tuple(texts[place] for place in reversed(nearest)) for nearest in places]
 
 
-def prepare_group(
-    group: WarmGroup, prompts: WarmPrompts, prepare: Callable[[Call], Prepared]
-) -> Iterator[Prepared]:
-    """The group's calls, ready to be sent; a group that exceeds the window is cut into smaller ones.
-
-    Raises:
-        PromptTooLongError: a chunk alone does not fit.
-    """
-    try:
-        prepared = [_storing_from(prepare(call), first) for call, first in prompts.calls(group)]
-    except PromptTooLongError:
-        parts = group.halves()
-        if not parts:
-            raise
-        for part in parts:
-            yield from prepare_group(part, prompts, prepare)
-        return
-    yield from prepared
+def _storing_last_chunk(prepared: Prepared) -> Prepared:
+    """The call as one that stores its last chunk only: what stands before it is context."""
+    spec = replace(prepared.spec, store_from=max(0, len(prepared.spec.chunks) - 1))
+    params = spec.to_params() if prepared.request.params is not None else None
+    return replace(prepared, spec=spec, request=replace(prepared.request, params=params))
 
 
 async def run_calls(
     calls: Iterable[Prepared],
     answer: Callable[[Prepared], Awaitable[Completion]],
-    on_done: Callable[[int], object],
+    on_done: Callable[[], object],
 ) -> int:
-    """Run the calls side by side; the number of chunks they found or left in the store.
-
-    Args:
-        on_done: called with that number of each call.
-    """
+    """Run the calls side by side; the number of them whose chunk is in the store afterwards."""
     slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
-    async def one(call: Prepared) -> int:
+    async def one(call: Prepared) -> bool:
         async with slots:
             completion = await answer(call)
-        num_stored = _count_stored(completion, call.spec.store_from)
-        on_done(num_stored)
-        return num_stored
+        on_done()
+        return _is_stored(completion)
 
     return sum(await asyncio.gather(*map(one, calls)))
 
 
-def _storing_from(prepared: Prepared, first: int) -> Prepared:
-    """The call as one that stores its chunks from `first` on: those before it are context."""
-    # A prompt may hold fewer chunks than were passed, where a text occurs within another.
-    spec = replace(prepared.spec, store_from=min(first, max(0, len(prepared.spec.chunks) - 1)))
-    params = spec.to_params() if prepared.request.params is not None else None
-    return replace(prepared, spec=spec, request=replace(prepared.request, params=params))
-
-
-def _count_stored(completion: Completion, first: int) -> int:
+def _is_stored(completion: Completion) -> bool:
     report = completion.report
-    num_tokens, num_stored = report.num_stored_tokens, 0
-    for chunk in report.chunks[first:]:
-        is_new = not chunk.num_reused_tokens and 0 < chunk.num_tokens <= num_tokens
-        num_tokens -= chunk.num_tokens if is_new else 0
-        num_stored += is_new or chunk.num_reused_tokens > 0
-    return num_stored
+    return report.num_stored_tokens > 0 or any(chunk.num_reused_tokens for chunk in report.chunks[-1:])
 
 
 def _messages(system: str | None, text: str) -> list[dict[str, str]]:
