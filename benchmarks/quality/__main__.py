@@ -1,4 +1,5 @@
-"""`python -m benchmarks.quality run ...` measures, `... report` writes docs/quality.md."""
+"""`python -m benchmarks.quality run ...` measures, `... report` writes docs/quality.md, `... segments`
+checks how prompts are cut."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.quality.results import RESULTS, ROOT
+from benchmarks.quality.segments import CHINESE_SETS, check_segments
 from benchmarks.quality.ways import DEFAULT_WAYS, Way
 
 
@@ -22,6 +24,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     report = commands.add_parser("report", help="write the tables and curves from all result files")
     report.add_argument("--docs", type=Path, default=ROOT / "docs")
+    segments = commands.add_parser("segments", help="check how the prompts of sets are cut into chunks")
+    segments.add_argument("--sets", nargs="+", default=list(CHINESE_SETS))
+    segments.add_argument("--models", nargs="+", default=["default", "gemma3"])
+    segments.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     for command in (run, report):
         command.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)
@@ -33,6 +39,11 @@ def main() -> None:
         from benchmarks.quality.report import write_report
 
         write_report(args.out, args.docs)
+    elif args.command == "segments":
+        from benchmarks.quality.models import MODELS
+
+        if not check_segments([MODELS[name] for name in args.models], args.sets, args.data):
+            raise SystemExit(1)
     else:
         from benchmarks.quality.run import execute, make_run
 

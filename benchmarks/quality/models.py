@@ -74,14 +74,19 @@ class QaModel:
     def ask(
         self, engine: CacheCraftEngine, chunks: Sequence[Chunk], question: str, **options: Any
     ) -> Awaitable[Completion]:
+        prompt = self.prompt(chunks, question)
+        if isinstance(prompt, str):
+            return engine.acomplete(prompt, chunks=chunks, **options)
+        return engine.achat(prompt, chunks=chunks, **options)
+
+    def prompt(self, chunks: Sequence[Chunk], question: str) -> str | list[dict[str, str]]:
+        """Chat messages, or the text of a base model."""
         context = "\n\n".join(chunk.text for chunk in chunks)
         if self.is_chat:
             user = f"{context}\n\nQuestion: {question}"
-            messages = [{"role": "system", "content": self.preamble}, {"role": "user", "content": user}]
-            return engine.achat(messages, chunks=chunks, **options)
+            return [{"role": "system", "content": self.preamble}, {"role": "user", "content": user}]
         # `warm` puts the preamble before a chunk in the same way.
-        prompt = f"{self.preamble}\n\n{context}\n\nQuestion: {question}\nAnswer:"
-        return engine.acomplete(prompt, chunks=chunks, **options)
+        return f"{self.preamble}\n\n{context}\n\nQuestion: {question}\nAnswer:"
 
     def num_layers(self) -> int:
         config = json.loads((self.folder() / "config.json").read_text())

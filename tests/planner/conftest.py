@@ -6,14 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 from cachecraft_rag.chunks import AttentionProfile, ChunkKey, RecordMeta, Span
 from cachecraft_rag.vllm_connector.messages import ChunkRef
-
-# A busy machine is no fault of the code: examples are not timed.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 RecordFactory = Callable[..., RecordMeta]
 ChunkFactory = Callable[..., tuple[ChunkRef, ...]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from cachecraft_rag.chunks import Span
 from cachecraft_rag.errors import PlanError
-from cachecraft_rag.planner.live import Candidate, LiveMethod, LiveSelection
+from cachecraft_rag.planner.live import NEED_WEIGHT, Candidate, LiveMethod, LiveSelection
 from cachecraft_rag.planner.selection import select_spans
 
 SCORES = st.sampled_from([0.0, 0.25, 0.5, 1.0, math.nan])
@@ -36,6 +37,17 @@ def need_at(selection):
         for c in selection.candidates
         for position in c.span.positions()
     }
+
+
+def assert_budget_follows(left, before):
+    """The same share of the candidates that are left, rounded up to whole tokens."""
+    share = Fraction(before.num_tokens * left.num_candidates, before.num_candidates)
+    assert left.num_tokens == math.ceil(share)
+
+
+def share_of_total(scores):
+    total = scores.sum(dtype=np.float64)
+    return scores / total if total > 0 else scores
 
 
 @st.composite
@@ -87,6 +99,7 @@ def test_clipping_keeps_what_lies_behind_with_its_need(case, start):
     np.testing.assert_equal(need_at(clipped), expected)
     assert all(len(span) for span in clipped.spans)
     assert (clipped.method, clipped.granularity) == (selection.method, selection.granularity)
+    assert_budget_follows(clipped, selection)
 
 
 @given(selections(), st.integers(0, 60), st.integers(1, 30))
@@ -97,6 +110,25 @@ def test_candidates_that_are_computed_anyway_are_left_out(case, start, length):
     left = selection.without([computed])
     expected = [span for span in selection.spans if set(span.positions()).isdisjoint(computed.positions())]
     assert list(left.spans) == expected
+    assert_budget_follows(left, selection)
+    assert (left.method, left.granularity) == (selection.method, selection.granularity)
+
+
+@pytest.mark.parametrize(
+    ("start", "num_left"),
+    [(0, 7), (5, 7), (6, 7), (7, 6), (9, 5), (12, 3), (15, 0)],
+    ids=["before", "at the first", "ceil 6.3", "ceil 5.6", "ceil 4.2", "ceil 2.1", "behind"],
+)
+def test_the_budget_shrinks_with_the_candidates(start, num_left):
+    """7 tokens for 10 candidates are .7 for each: a local hit must not make the rest cost more."""
+    selection = selection_of(candidate(5, *range(10)), num_tokens=7)
+    assert selection.clip(start).num_tokens == num_left
+
+
+def test_the_budget_stays_while_no_candidate_goes():
+    """Also one that is larger than what it can be spent on."""
+    selection = selection_of(candidate(5, 1, 2), num_tokens=40)
+    assert selection.clip(5).num_tokens == selection.without([Span(0, 5)]).num_tokens == 40
     assert selection.without([]).spans == selection.spans
 
 
@@ -124,12 +156,32 @@ def test_without_a_measurement_stored_need_decides(method, case, num_tokens):
     )
 
 
-def test_focus_adds_the_shares_of_both_totals():
-    """Attention .6 .3 .1 0 and need 0 0 30 10 (shares 0 0 .75 .25): sums .6 .3 .85 .25."""
+@given(case=selections(), num_tokens=st.integers(0, 60))
+def test_focus_adds_weighted_shares(case, num_tokens):
+    """Of the question's attention, and of the stored need, which weighs more."""
+    drawn, measured = case
+    selection = selection_of(*drawn.candidates, method=LiveMethod.FOCUS, granularity=drawn.granularity)
+    budget = min(num_tokens, selection.num_candidates)
+    need = np.array(list(need_at(selection).values()))
+    mixed = share_of_total(measured) + NEED_WEIGHT * share_of_total(need)
+    expected = select_spans(selection.spans, mixed, budget, selection.granularity)
+    assert selection.choose(measured, num_tokens) == expected
+
+
+def test_focus_takes_both_into_account():
+    """Attention .6 .3 .1 0 and need 0 0 .75 .25: the question's first token is behind both needy ones."""
     selection = selection_of(candidate(5, 0, 0), candidate(9, 30, 10), method=LiveMethod.FOCUS)
     measured = np.array([6.0, 3.0, 1.0, 0.0])
     order = [positions(selection.choose(measured, n)) for n in (1, 2, 3)]
-    assert order == [[9], [5, 9], [5, 6, 9]]
+    assert order == [[9], [9, 10], [5, 9, 10]]
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.99, [0, 2]), (1.01, [1, 2])], ids=["less", "more"])
+def test_a_share_of_the_need_outweighs_one_of_the_attention(factor, expected):
+    """A token with half of the attention loses to one with more than half / weight of the need."""
+    share = factor * 0.5 / NEED_WEIGHT
+    selection = selection_of(candidate(0, 0.0, share, 1.0 - share), method=LiveMethod.FOCUS)
+    assert positions(selection.choose(np.array([0.5, 0.0, 0.5]), 2)) == expected
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
@@ -137,9 +189,10 @@ def test_focus_does_not_depend_on_the_scale_of_either(factor):
     """Attention is summed over layers and heads, need is not: only shares can be compared."""
     need = np.array([5, 1, 3, 1], np.float32) * np.float32(factor)
     selection = selection_of(Candidate(Span(0, 4), need), method=LiveMethod.FOCUS)
-    measured = np.array([0.1, 0.5, 0.1, 0.3]) * factor
+    # Attention alone would take 1 and 3, need alone 0 and 2.
+    measured = np.array([0.05, 0.7, 0.05, 0.2])
     assert selection.choose(measured, 2) == (Span(0, 2),)
-    assert selection.choose(measured * 7.0, 2) == (Span(0, 2),)
+    assert selection.choose(measured * 1e3, 2) == selection.choose(measured / 1e3, 2) == (Span(0, 2),)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +213,7 @@ def test_focus_copes_with_totals_that_are_no_divisor(measured, need, expected):
 
 def test_need_that_was_never_measured_counts_as_none():
     """A record without a profile competes by the question alone."""
-    selection = selection_of(Candidate(Span(0, 2), None), candidate(4, 1, 3), method=LiveMethod.FOCUS)
+    selection = selection_of(Candidate(Span(0, 2), None), candidate(4, 1, 9), method=LiveMethod.FOCUS)
     assert selection.choose(None, 2) == (Span(4, 6),)
     assert selection.choose(np.array([8.0, 0.0, 1.0, 1.0]), 2) == (Span(0, 1), Span(5, 6))
 

@@ -377,5 +377,5 @@ class HostStoreMachine(RuleBasedStateMachine):
         assert self.store.check() == []
 
 
-HostStoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+HostStoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
 TestHostStoreMachine = HostStoreMachine.TestCase

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 
 from cachecraft_rag.chunks import Span
 from cachecraft_rag.planner.live import Candidate, LiveMethod, LiveSelection
@@ -31,10 +30,6 @@ from cachecraft_rag.vllm_connector.recompute import cut_runs
 from cachecraft_rag.vllm_connector.rotary import RotaryTable
 from cachecraft_rag.vllm_connector.scheduler_side import SchedulerSide
 from cachecraft_rag.vllm_connector.steps import StepFacts, StepOrders
-
-# A busy machine is no fault of the code: examples are not timed.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 BLOCK = 4
 NUM_TOKENS = 40

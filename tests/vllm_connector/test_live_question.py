@@ -46,7 +46,6 @@ def test_text_before_the_chunks_may_be_computed_in_the_pass(noise_model: Any) ->
     model.assert_measured(model.attention_of_question(PROBE_LAYERS, None, runs))
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="BUG: known keys that the pass computes too count twice")
 @pytest.mark.parametrize("first_run", [Span(0, 6), Span(4, 6)], ids=["no local hit", "hit inside the lead"])
 def test_text_before_the_chunks_counts_once(noise_model: Any, first_run: Span) -> None:
     """Without a local hit that ends at the first chunk, the pass computes keys that are known already."""

@@ -83,13 +83,14 @@ def test_only_methods_that_ask_the_question_have_a_probe(method: LiveMethod | No
 
 
 def test_candidates_in_the_local_hit_are_left_out() -> None:
-    """What vLLM's own prefix cache holds is exact; need and budget of the rest stay."""
+    """What vLLM's own prefix cache holds is exact: the rest keep their need, and their part of the budget."""
     live = job_of(make_state(20, LiveMethod.FOCUS, local=32)).live
     assert live is not None
     assert live.spans == (Span(32, 40), Span(40, 60))
     assert live.candidates[0].need is not None
     assert live.candidates[0].need.tolist() == list(range(22, 30))
-    assert (live.num_tokens, live.granularity) == (7, 4)
+    # 28 of 50 candidate tokens are left, so 3.92 of 7.
+    assert (live.num_tokens, live.granularity) == (4, 4)
 
 
 def test_job_without_a_live_selection_has_none() -> None:
