@@ -15,6 +15,7 @@ from cachecraft_rag.errors import InvalidRequestError, MissingDependencyError
 from cachecraft_rag.retrieval import DenseIndex, default_encoder, nearest_neighbours
 
 pytest.importorskip("faiss")
+pytestmark = pytest.mark.usefixtures("one_faiss_thread")
 
 TEXTS = ["Paris is in France", "Oslo is in Norway", "whales are mammals"]
 NUM_DIMENSIONS = 256
@@ -151,7 +152,7 @@ def test_ties_are_taken_in_the_order_of_the_texts() -> None:
     assert nearest_neighbours(["same"] * 4, 2, count_words) == [(1, 2), (0, 2), (0, 1), (0, 1)]
 
 
-@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=40), st.integers(1, 14))
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=10), st.integers(1, 11))
 def test_neighbours_of_texts_that_repeat(texts: list[str], k: int) -> None:
     """Others, each once, as many as there are; and the same in a second run."""
     found = nearest_neighbours(texts, k, vectors_by_name)

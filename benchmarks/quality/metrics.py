@@ -13,8 +13,6 @@ from cachecraft_rag.events import ReuseReport
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation + "，。！？、；：“”‘’（）《》【】—…·")  # noqa: RUF001
-QUESTION_STRATEGIES = ("question", "focus")
-"""Strategies that pass the question over the loaded keys before they choose."""
 _NUM_FULL_LAYERS = 2
 """Layers on which CacheBlend computes every token, to see whose keys and values deviate."""
 
@@ -52,23 +50,17 @@ def charged_ratio(strategy: str, report: ReuseReport, num_layers: int) -> float:
     """The budget really spent: fresh query-key-value rows over all layers, as a share of those that the
     loaded chunk tokens would need (methods.md, fair-comparison rules).
 
-    CacheBlend pays all tokens on its first two layers. Strategies that ask the question pay its tokens
-    (all after the last chunk) on all layers once more, as an upper bound.
+    CacheBlend pays all tokens on its first two layers, where the budget allows it to measure at all.
+    Strategies that ask the question pay the tokens of that pass on all layers.
     """
     loaded = sum(chunk.num_reused_tokens + chunk.num_recomputed_tokens for chunk in report.chunks)
     recomputed = sum(chunk.num_recomputed_tokens for chunk in report.chunks)
     if loaded == 0:
         return 0.0
     share = recomputed / loaded
-    if strategy == "cacheblend":
+    if strategy == "cacheblend" and share:
         return (_NUM_FULL_LAYERS + (num_layers - _NUM_FULL_LAYERS) * share) / num_layers
-    if strategy in QUESTION_STRATEGIES and 0 < share < 1:
-        return share + _num_question_tokens(report) / loaded
-    return share
-
-
-def _num_question_tokens(report: ReuseReport) -> int:
-    return report.num_prompt_tokens - max(chunk.start + chunk.num_tokens for chunk in report.chunks)
+    return share + report.num_probe_tokens / loaded
 
 
 def _best(score: Callable[[str], float], answers: Sequence[str]) -> float:

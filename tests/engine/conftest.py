@@ -19,9 +19,9 @@ from cachecraft_rag.engine import CacheCraftEngine, lifecycle
 from cachecraft_rag.engine.backend import BackendOutput, BackendRequest
 from cachecraft_rag.engine.running import RunningEngine
 from cachecraft_rag.errors import EngineError
-from cachecraft_rag.events import Reason, RequestDecision, ReuseReport
+from cachecraft_rag.events import ChunkDecision, ChunkReport, Reason, RequestDecision, ReuseReport
 from cachecraft_rag.segments.known import KnownChunks
-from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ControlMessage, RequestSpec
+from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ChunkRef, ControlMessage, RequestSpec
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -128,7 +128,22 @@ class FakeBackend:
             num_prompt_tokens=len(request.token_ids),
             num_reused_tokens=num_reused,
             num_computed_tokens=len(request.token_ids) - num_reused,
+            chunks=tuple(_reused(chunk) for chunk in spec.chunks) if num_reused else (),
         ).to_dict()
+
+
+def _reused(chunk: ChunkRef) -> ChunkReport:
+    num_tokens, document = len(chunk.span), chunk.document
+    return ChunkReport(
+        chunk_key=chunk.key,
+        doc_id=document and document.doc_id,
+        version=document and document.version,
+        decision=ChunkDecision.REPAIRED,
+        reason=Reason.OTHER_PREFIX,
+        start=chunk.span.start,
+        num_tokens=num_tokens,
+        num_reused_tokens=num_tokens,
+    )
 
 
 def _spec_of(request: BackendRequest) -> RequestSpec:

@@ -84,6 +84,7 @@ def without_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.usefixtures("one_faiss_thread")
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=15), st.integers(0, 16))
 def test_every_distinct_text_is_stored_exactly_once(lies_at, num_neighbours: int) -> None:
     """Whatever fits the window beside it; what stands before a chunk is never stored."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from benchmarks.quality import metrics
 
@@ -101,17 +103,19 @@ def test_cacheblend_pays_two_whole_layers() -> None:
     assert charged == pytest.approx(0.28)
 
 
-@pytest.mark.parametrize("strategy", metrics.QUESTION_STRATEGIES)
-def test_question_strategies_pay_the_question_once_more(strategy: str) -> None:
-    """10 of 100 tokens and a question of 5 are 15 %."""
-    charged = metrics.charged_ratio(strategy, report(reused=90, recomputed=10, question=5), 18)
-    assert charged == pytest.approx(0.15)
+def test_cacheblend_pays_nothing_where_its_budget_does_not_cover_the_measuring() -> None:
+    """Then no layer is computed, and nothing chosen."""
+    assert metrics.charged_ratio("cacheblend", report(reused=100, recomputed=0, question=5), 10) == 0.0
+
+
+def test_the_question_s_pass_is_paid() -> None:
+    """10 of 100 tokens and a pass over 5 are 15 %."""
+    asked = replace(report(reused=90, recomputed=10, question=5), num_probe_tokens=5)
+    assert metrics.charged_ratio("focus", asked, 18) == pytest.approx(0.15)
 
 
 @pytest.mark.parametrize(("reused", "recomputed", "expected"), [(100, 0, 0.0), (0, 100, 1.0), (0, 0, 0.0)])
-def test_no_question_is_asked_where_there_is_nothing_to_choose(
-    reused: int, recomputed: int, expected: float
-) -> None:
+def test_what_was_not_asked_is_not_paid(reused: int, recomputed: int, expected: float) -> None:
     """At 0 % and at 100 % no pass of the question is needed."""
     charged = metrics.charged_ratio("focus", report(reused=reused, recomputed=recomputed, question=5), 18)
     assert charged == expected

@@ -97,7 +97,7 @@ def test_a_failed_measurement_falls_back_to_stored_need(plant: Any) -> None:
 def test_budget_that_the_early_layers_would_use_up_is_not_spent(
     plant: Any, num_layers: int, num_tokens: int
 ) -> None:
-    """Nothing is computed, measured or chosen, as with the question's pass; so too if all layers are early."""
+    """Nothing is computed, measured or chosen, as with the question's pass; nor if all layers are early."""
     model = plant(num_layers)
     choice = model.choose(model.selection(LiveMethod.DEVIATION, num_tokens, need_at=[9]))
     assert (choice.chosen, choice.remaining, choice.num_probe_tokens) == ((), model.RUNS, 0)
