@@ -143,15 +143,22 @@ class DenseIndex:
             InvalidRequestError: k is not a positive number, or the vector's length is another one
                 than that of the texts' vectors.
         """
+        (found,) = self.search_vectors(np.asarray(vector, dtype=np.float32)[None], k)
+        return found
+
+    def search_vectors(self, vectors: npt.ArrayLike, k: int) -> list[list[tuple[int, float]]]:
+        """`search_vector` for several vectors at once: float (n, dim)."""
         _check_k(k)
-        queries = _unit_rows(np.asarray(vector, dtype=np.float32)[None], 1)
+        queries = _unit_rows(vectors, len(np.asarray(vectors)))
         with self._lock:
             if self._index is None or not self._index.ntotal:
-                return []
+                return [[] for _ in queries]
             _check_length(queries, self._index.d)
             scores, ids = self._index.search(queries, min(k, self._index.ntotal))
-        found = zip(ids[0].tolist(), scores[0].tolist(), strict=True)
-        return sorted(found, key=lambda item: (-item[1], item[0]))
+        return [
+            sorted(zip(row_ids, row_scores, strict=True), key=lambda item: (-item[1], item[0]))
+            for row_ids, row_scores in zip(ids.tolist(), scores.tolist(), strict=True)
+        ]
 
 
 def nearest_neighbours(texts: Sequence[str], k: int, encoder: Encoder | None = None) -> list[tuple[int, ...]]:
@@ -169,8 +176,8 @@ def nearest_neighbours(texts: Sequence[str], k: int, encoder: Encoder | None = N
     vectors = index.encode(texts)
     index.add_vectors(vectors)
     return [
-        tuple(other for other, _ in index.search_vector(vector, k + 1) if other != place)[:k]
-        for place, vector in enumerate(vectors)
+        tuple(other for other, _ in found if other != place)[:k]
+        for place, found in enumerate(index.search_vectors(vectors, k + 1))
     ]
 
 

@@ -13,9 +13,18 @@ import asyncio
 import json
 import os
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from workload import Answer, ask, describe_difference, logprob_gap, mixed_prompts, tie_gap
+
+Asked = Callable[[], Awaitable[Answer]]
+SAME = 1e-3
+"""Log-probabilities closer than this are the same; two candidates closer than this are a tie."""
 LIVE_RATIOS = {"focus": 0.4, "cacheblend": 0.9}
 """Strategies whose tokens are chosen in the workers, which must agree. CacheBlend pays two of the three
 layers of a tiny model before it chooses anything."""
@@ -76,16 +85,12 @@ async def control(backend: Any, action: str, **arguments: Any) -> Any:
 
 
 def prompts_of(cell: dict[str, Any]) -> list[Any]:
-    from workload import mixed_prompts
-
     if cell["model"] == "default":
         return mixed_prompts(cell["num_prompts"], 40_000, max_tokens=1200, seed=7, most_tokens=300)
     return mixed_prompts(cell["num_prompts"], 2048, max_tokens=1200, seed=7)
 
 
 async def measure_noise(cell: dict[str, Any]) -> dict[str, Any]:
-    from workload import ask, logprob_gap
-
     answers: list[list[Any]] = []
     for max_num_batched_tokens in (512, 8192):
         backend = await started(cell, max_num_batched_tokens)
@@ -94,61 +99,107 @@ async def measure_noise(cell: dict[str, Any]) -> dict[str, Any]:
     return {"noise": max(map(logprob_gap, *answers))}
 
 
+@dataclass
+class Comparison:
+    """Pairs of answers that must be the same, by kind.
+
+    A pair that differs is asked again. Where the difference stays it is ours, as plans and stored KV
+    are the same; where it is gone, one forward went wrong by itself: seen once in some 10,000 requests
+    of vLLM's CPU engine, cause unknown. Those are told apart, not forgotten.
+    """
+
+    gaps: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    ties: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    differences: list[str] = field(default_factory=list)
+    transient: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("gaps", "ties", "differences", "transient")}
+
+    async def hold(self, kind: str, answer: Asked, other: Asked) -> tuple[Answer, Answer]:
+        pair = await answer(), await other()
+        if _differ(*pair):
+            described = f"{kind}: {describe_difference(*pair)}; {pair[0].report.why} | {pair[1].report.why}"
+            pair = await answer(), await other()
+            (self.differences if _differ(*pair) else self.transient).append(described)
+        self.gaps[kind].append(logprob_gap(*pair))
+        tie = tie_gap(pair[1], pair[0])
+        if tie is not None:
+            self.ties[kind].append(tie)
+        return pair
+
+
+def _differ(left: Answer, right: Answer) -> bool:
+    tie = tie_gap(right, left)
+    return logprob_gap(left, right) > SAME or (tie is not None and tie > SAME)
+
+
 async def measure_cell(cell: dict[str, Any]) -> dict[str, Any]:
-    from workload import ask, describe_difference, logprob_gap, tie_gap
-
     backend = await started(cell, 8192)
-    result: dict[str, Any] = {"gaps": {}, "ties": {}, "differences": [], "counts": {}}
-
-    def compare(kind: str, answer: Any, full: Any) -> None:
-        gaps = result["gaps"].setdefault(kind, [])
-        gaps.append(logprob_gap(answer, full))
-        if (tie := tie_gap(full, answer)) is not None:
-            result["ties"].setdefault(kind, []).append(tie)
-            reports = f"{answer.report.why} | {full.report.why}"
-            result["differences"].append(f"{kind}, {describe_difference(answer, full)}; {reports}")
-
-    def count(kind: str, number: int) -> None:
-        result["counts"][kind] = result["counts"].get(kind, 0) + number
-
+    pairs = Comparison()
+    counts: Counter[str] = Counter()
+    approximation = 0.0
     for index, prompt in enumerate(prompts_of(cell)):
-        full = await ask(backend, prompt, full=True)
-        everything = await ask(backend, prompt, strategy="recompute_all")
-        compare("recompute_all", everything, full)
-        count("recomputed_tokens", everything.report.num_recomputed_tokens)
-        exact = await ask(backend, prompt, exact_only=True)
-        compare("exact", exact, full)
-        count("exact_reused_tokens", exact.report.num_reused_tokens)
+        full = partial(ask, backend, prompt, full=True)
+        first = await full()
+        everything, _ = await pairs.hold(
+            "recompute_all", partial(ask, backend, prompt, strategy="recompute_all"), _once(first, full)
+        )
+        counts["recomputed_tokens"] += everything.report.num_recomputed_tokens
+        exact, _ = await pairs.hold(
+            "exact", partial(ask, backend, prompt, exact_only=True), _once(first, full)
+        )
+        counts["exact_reused_tokens"] += exact.report.num_reused_tokens
         if index % 5:
             continue
+        moved = partial(ask, backend, prompt.moved([11, 12, 13]))
         salt = f"shared-{index}"
-        moved = prompt.moved([11, 12, 13])
-        reused = await ask(backend, moved, strategy="naive", salt=salt, store=False)
-        count("shifted_reused_tokens", reused.report.num_reused_tokens)
-        count("moved_requests", 1)
-        count("approximate_requests", not all(c.decision == "exact" for c in reused.report.chunks))
-        after = await ask(backend, moved, full=True, salt=salt)
-        moved_full = await ask(backend, moved, full=True, store=False)
-        compare("exact_after_reuse", after, moved_full)
-        result["approximation"] = max(result.get("approximation", 0.0), logprob_gap(reused, moved_full))
+        reused = await moved(strategy="naive", salt=salt, store=False)
+        counts["shifted_reused_tokens"] += reused.report.num_reused_tokens
+        counts["moved_requests"] += 1
+        counts["approximate_requests"] += not all(c.decision == "exact" for c in reused.report.chunks)
+        after, moved_full = await pairs.hold(
+            "exact_after_reuse",
+            partial(moved, full=True, salt=salt),
+            partial(moved, full=True, store=False),
+        )
+        approximation = max(approximation, logprob_gap(reused, moved_full))
         for strategy, ratio in LIVE_RATIOS.items():
-            once = await ask(backend, moved, strategy=strategy, recompute_ratio=ratio, store=False)
-            again = await ask(backend, moved, strategy=strategy, recompute_ratio=ratio, store=False)
-            compare(f"{strategy}_again", again, once)
-            count(f"{strategy}_tokens", once.report.num_recomputed_tokens)
-        turn = moved.extended([*after.token_ids, 14, 15, 16])
-        follow_up = await ask(backend, turn, full=True, salt=salt)
-        compare("follow_up", follow_up, await ask(backend, turn, full=True, store=False))
+            live = partial(moved, strategy=strategy, recompute_ratio=ratio, store=False)
+            once, _ = await pairs.hold(f"{strategy}_again", live, live)
+            counts[f"{strategy}_tokens"] += once.report.num_recomputed_tokens
+        turn = prompt.moved([11, 12, 13]).extended([*after.token_ids, 14, 15, 16])
+        follow_up, _ = await pairs.hold(
+            "follow_up",
+            partial(ask, backend, turn, full=True, salt=salt),
+            partial(ask, backend, turn, full=True, store=False),
+        )
         if len(prompt.token_ids) >= 64:
-            count("follow_ups", 1)
-            count("follow_up_prefix_hits", follow_up.report.num_reused_tokens >= 32)
+            counts["follow_ups"] += 1
+            counts["follow_up_prefix_hits"] += follow_up.report.num_reused_tokens >= 32
         if index % 10 == 0:
             await control(backend, "purge", tenant="t")
-    result["check"] = await control(backend, "check")
     stats = await control(backend, "stats")
-    result["leaks"] = {name: stats[name] for name in ("num_pinned", "num_reserved", "num_running")}
+    check = await control(backend, "check")
     await backend.shutdown()
-    return result
+    leaks = {name: stats[name] for name in ("num_pinned", "num_reserved", "num_running")}
+    return {
+        **pairs.to_dict(),
+        "counts": counts,
+        "approximation": approximation,
+        "check": check,
+        "leaks": leaks,
+    }
+
+
+def _once(first: Answer, again: Asked) -> Asked:
+    """Gives `first`, and what `again` asks from then on."""
+    given = [first]
+
+    async def answer() -> Answer:
+        return given.pop() if given else await again()
+
+    return answer
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from cachecraft_rag.engine.api import Completion, SamplingOptions
 from cachecraft_rag.engine.calls import Call, Prepared
 from cachecraft_rag.engine.options import CallOptions
 from cachecraft_rag.errors import InvalidRequestError, PromptTooLongError
+from cachecraft_rag.events import Reason
 
 if TYPE_CHECKING:
     from cachecraft_rag.retrieval import Encoder
@@ -114,7 +115,8 @@ async def run_calls(
 
 def _is_stored(completion: Completion) -> bool:
     report = completion.report
-    return report.num_stored_tokens > 0 or any(chunk.num_reused_tokens for chunk in report.chunks[-1:])
+    in_prompt = [chunk for chunk in report.chunks if chunk.reason is not Reason.NOT_IN_PROMPT]
+    return report.num_stored_tokens > 0 or any(chunk.num_reused_tokens for chunk in in_prompt[-1:])
 
 
 def _messages(system: str | None, text: str) -> list[dict[str, str]]:

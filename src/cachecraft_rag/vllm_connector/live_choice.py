@@ -123,7 +123,8 @@ class LiveChooser:
     def _by_question(
         self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...], probe: Span
     ) -> Choice:
-        if live.method is LiveMethod.FOCUS and len(probe) > MAX_PROBE_SHARE * live.num_tokens:
+        is_dear = not probe or len(probe) > MAX_PROBE_SHARE * live.num_tokens
+        if live.method is LiveMethod.FOCUS and is_dear:
             chosen = live.choose(None, live.num_tokens)
             return Choice(chosen, merge_spans([*runs, *chosen]))
         budget = live.num_tokens - len(probe)
@@ -138,14 +139,15 @@ class LiveChooser:
 
     def _by_deviation(self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...]) -> Choice:
         num_layers, num_early = len(self.layers), DEVIATION_LAYER + 1
+        num_later = num_layers - num_early
         left = num_layers * live.num_tokens - num_early * live.num_candidates
-        if left <= 0 or num_layers <= num_early:
+        if num_later <= 0 or left < num_later:
             return Choice((), runs)
         first = merge_spans([*runs, *live.spans])
         watch = PassWatch(frozenset({DEVIATION_LAYER}), stop_before=num_early)
         self.run_pass(first, watch)
         measured = self._measure(live, lambda: _deviation(live, loaded, first, watch))
-        chosen = live.choose(measured, left // (num_layers - num_early))
+        chosen = live.choose(measured, left // num_later)
         return Choice(chosen, merge_spans([*runs, *chosen]))
 
     def _measure(self, live: LiveSelection, measure: Callable[[], np.ndarray]) -> np.ndarray | None:
@@ -171,10 +173,11 @@ class LiveChooser:
             layer, lead = self.layers[index], self.lead_keys(index)
             fresh = torch.cat(watch.keys[index])
             # What the pass itself computed of the text before the chunks is not counted twice.
-            num_lead = 0 if lead is None else min(len(lead), computed[0].start)
-            own = [] if lead is None else [lead[:num_lead].to(fresh.device)]
+            known = np.setdiff1d(np.arange(0 if lead is None else len(lead)), positions_of(computed))
+            num_lead = len(known)
+            own = [] if lead is None else [lead[torch.from_numpy(known)].to(fresh.device)]
             keys = torch.cat([*own, loaded.keys[index], fresh])
-            positions = np.concatenate([np.arange(num_lead), loaded.positions, positions_of(computed)])
+            positions = np.concatenate([known, loaded.positions, positions_of(computed)])
             queries = torch.cat(watch.queries[index]).view(-1, layer.num_heads, layer.head_size)
             received = attention_received(
                 LayerInputs(layer, queries[-num_queries:], keys, torch.from_numpy(positions).to(fresh.device))
