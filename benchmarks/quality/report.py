@@ -15,10 +15,12 @@ from benchmarks.quality.tables import (
     mean_table,
     paired_table,
     result_table,
+    tried_table,
 )
 from benchmarks.quality.ways import FULL
 
 _INTRO = Path(__file__).with_name("intro.md")
+_TRIED = Path(__file__).with_name("tried")
 _ODD = 1
 
 
@@ -36,7 +38,7 @@ def write_report(results_folder: Path, docs: Path) -> None:
     cells = [Cell.of(results) for results in files]
     for results, cell in zip(files, cells, strict=True):
         draw(cell, docs / "quality" / f"{results.path.stem}.png")
-    blocks = [_INTRO.read_text(encoding="utf-8").rstrip(), *_summary(cells), *_parts(files, cells)]
+    blocks = [_INTRO.read_text(encoding="utf-8").rstrip(), *_summary(cells), *_tried(), *_parts(files, cells)]
     (docs / "quality.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
 
 
@@ -59,6 +61,16 @@ def _summary(cells: Sequence[Cell]) -> Iterator[str]:
         if has_pairs([cell], _ODD):
             yield f"### {cell.model}, {cell.set_name}"
             yield paired_table([cell], _ODD)
+
+
+def _tried() -> Iterator[str]:
+    """Variants that were measured and left out: their rows stay, their code is gone."""
+    tried = [Cell.of(results) for results in result_files(_TRIED)]
+    yield "## Variants that were tried"
+    yield (_TRIED / "intro.md").read_text(encoding="utf-8").rstrip()
+    for kind in dict.fromkeys(cell.model for cell in tried):
+        yield f"### {kind.capitalize()}"
+        yield tried_table([cell for cell in tried if cell.model == kind])
 
 
 def _parts(files: Sequence[ResultFile], cells: Sequence[Cell]) -> Iterator[str]:

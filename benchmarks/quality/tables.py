@@ -62,6 +62,14 @@ def ablation_table(cells: Sequence[Cell]) -> str:
     return markdown(header, (_ablation_row(cells, name, base.name) for name in names))
 
 
+def tried_table(cells: Sequence[Cell]) -> str:
+    """Variants of ours, each minus the way that stands first in its file."""
+    header = ("variant", "items", "KL (nats)", "agreement", "KL minus that of the first row")
+    base = next(iter(cells[0].rows))
+    names = [name for name in cells[0].rows if all(name in cell.rows for cell in cells)]
+    return markdown(header, (_tried_row(cells, name, base) for name in names))
+
+
 def paired_table(cells: Sequence[Cell], half: int) -> str:
     """Ours minus each other strategy at the same ratio, on the items of one half that both have."""
     header = (
@@ -158,6 +166,12 @@ def _ablation_row(cells: Sequence[Cell], way: str, base: str) -> list[str]:
     own = [str(estimate(cells, way, kl)), str(estimate(cells, way, agreement))]
     gaps = ["", ""] if way == base else [str(kl_gap), str(agreement_gap)]
     return [f"`{way}`", *own, *gaps]
+
+
+def _tried_row(cells: Sequence[Cell], name: str, base: str) -> list[str]:
+    gap, num_pairs = paired(cells, name, base, kl)
+    own = [str(estimate(cells, name, kl)), str(estimate(cells, name, agreement))]
+    return [name, str(num_pairs), *own, "" if name == base else str(gap)]
 
 
 def _is_ablation(way: Way, base: Way) -> bool:
