@@ -28,7 +28,7 @@ INSTALL_REQUIREMENTS = $(PIP_INSTALL) --no-deps -r $(REQUIREMENTS)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test unit lint exactness bench quality lock clean
+.PHONY: help venv model demo test unit lint exactness faults bench quality lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +61,9 @@ lint: venv ## ruff, mypy and the import contracts
 
 exactness: model ## reuse against full compute: models, dtypes, ways to run the engine
 	$(RUN) -m pytest -m exactness -n $(EXACTNESS_WORKERS) --dist loadgroup tests/exactness $(PYTEST_ARGS)
+
+faults: model ## planted faults and 500 clean requests: does feedback find the ones and leave the others? (minutes)
+	$(RUN) -m pytest -m slow -s tests/quality_runs $(PYTEST_ARGS)
 
 bench: model ## measure time to first token with and without reuse
 	$(RUN) benchmarks/ttft.py $(BENCH_ARGS)
