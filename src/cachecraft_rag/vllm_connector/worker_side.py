@@ -9,10 +9,8 @@ collect()        finished records and their profiles, job facts  (after every st
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,30 +18,18 @@ import numpy as np
 import torch
 
 from cachecraft_rag.chunks import AttentionProfile, Span
-from cachecraft_rag.planner.live import LiveMethod, LiveSelection
-from cachecraft_rag.planner.plan import Load
+from cachecraft_rag.errors import InternalError
 from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.capture import CaptureSession, Sink
-from cachecraft_rag.vllm_connector.live_choice import (
-    DEVIATION_LAYER,
-    Choice,
-    LiveChooser,
-    LoadedRows,
-    PassEnded,
-    PassWatch,
-    positions_of,
-)
+from cachecraft_rag.vllm_connector.load_jobs import JobRunner, layers_to_probe
 from cachecraft_rag.vllm_connector.profile import LayerInputs, measure_profile
-from cachecraft_rag.vllm_connector.recompute import cut_runs, merge_spans
-from cachecraft_rag.vllm_connector.rotary import RotaryTable, move_keys, turn_between
+from cachecraft_rag.vllm_connector.rotary import move_keys, turn_between
 from cachecraft_rag.vllm_connector.steps import (
     CaptureTarget,
     JobFacts,
-    LoadJob,
     NewRecord,
     StepFacts,
     StepOrders,
-    slots_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -65,8 +51,7 @@ class WorkerSide:
         self._layers: tuple[compat.KVLayer, ...] = ()
         self._session = CaptureSession((), {})
         self._records: dict[int, Sink] = {}
-        self._probe_layers: frozenset[int] = frozenset()
-        self._watch: PassWatch | None = None
+        self._jobs: JobRunner | None = None
         self._leads: OrderedDict[str, Sink] = OrderedDict()
         self._open: dict[int, Sink] = {}
         self._orders = StepOrders()
@@ -81,6 +66,17 @@ class WorkerSide:
     def is_attached(self) -> bool:
         return self._runner is not None
 
+    @property
+    def _job_runner(self) -> JobRunner:
+        if self._jobs is None:
+            raise InternalError("a load job came before the connector was attached to the model")
+        return self._jobs
+
+    @property
+    def _queried_layers(self) -> list[int]:
+        """Layers whose queries, and the keys of text before the chunks, are wanted."""
+        return sorted(self._job_runner.probe_layers.union(self._session.profile_layers))
+
     def attach(self, runner: Any) -> None:
         """Find the model's layers and start watching them.
 
@@ -93,9 +89,16 @@ class WorkerSide:
         chosen = np.linspace(0, len(layers) - 1, self._num_profile_layers + 2)[1:-1].round()
         profiled = {int(layer): place for place, layer in enumerate(sorted(set(chosen.tolist())))}
         self._session = CaptureSession(layers, profiled)
-        self._probe_layers = _layers_to_probe(layers)
-        queried = sorted(self._probe_layers.union(profiled))
-        compat.watch_layers(layers, self._on_update, queried, self._on_query)
+        self._jobs = JobRunner(
+            runner,
+            layers,
+            layers_to_probe(layers),
+            self._records,
+            self._leads,
+            self._block_size,
+            self._tensor_parallel_size,
+        )
+        compat.watch_layers(layers, self._on_update, self._queried_layers, self._on_query)
         self._layers, self._runner = layers, runner
 
     # --- one engine step ----------------------------------------------------------------------
@@ -118,7 +121,7 @@ class WorkerSide:
         jobs, self._orders = self._orders.jobs, replace(self._orders, jobs=())
         for job in jobs:
             try:
-                self._facts[job.request_id] = self._run_job(job)
+                self._facts[job.request_id] = self._job_runner.run(job)
             except Exception:
                 # The KV promised for these blocks is not there. vLLM fails the request, and the
                 # driver answers it again with reuse off.
@@ -192,8 +195,7 @@ class WorkerSide:
         if isinstance(target.sink, int):
             return self._open[target.sink]
         if target.sink not in self._leads:
-            watched = sorted(self._probe_layers.union(self._session.profile_layers))
-            places = {layer: place for place, layer in enumerate(watched)}
+            places = {layer: place for place, layer in enumerate(self._queried_layers)}
             lead = self._new_sink(target.num_sink_tokens, places)
             self._leads[target.sink] = lead
             while len(self._leads) > MAX_LEADS:
@@ -261,111 +263,18 @@ class WorkerSide:
         turn = turn_between(table, old, old + (span.start - start))
         return move_keys(table, keys.to(old.device), turn).to(keys.device)
 
-    # --- load jobs ----------------------------------------------------------------------------
-
-    def _run_job(self, job: LoadJob) -> JobFacts:
-        began = time.perf_counter()
-        failed = np.array([not self._can_load(load) for load in job.loads], dtype=bool)
-        failed = compat.agree_on_failures(failed, self._tensor_parallel_size)
-        loads = [load for load, bad in zip(job.loads, failed, strict=True) if not bad]
-        missing = [load for load, bad in zip(job.loads, failed, strict=True) if bad]
-        live = job.live.without([load.span for load in missing]) if job.live else None
-        rows = self._load(job, loads, self._layers_to_keep(live)) if loads else None
-        loaded = time.perf_counter()
-        runs = merge_spans([*job.recompute, *(load.span for load in missing)])
-        choice = Choice((), runs)
-        if live is not None and live.candidates and rows is not None:
-            choice = self._chooser(job).choose(live, rows, runs, job.probe)
-        selected = time.perf_counter()
-        self._recompute(job, choice.remaining)
-        return JobFacts(
-            load_s=loaded - began,
-            select_s=selected - loaded,
-            recompute_s=time.perf_counter() - selected,
-            loaded_bytes=sum(self._loaded_bytes(load) for load in loads),
-            failed_records=tuple(load.record_id for load in missing),
-            num_tokens_repaired=sum(len(load.span) for load in missing),
-            num_probe_tokens=choice.num_probe_tokens,
-            chosen=choice.chosen,
-        )
-
-    def _layers_to_keep(self, live: LiveSelection | None) -> frozenset[int]:
-        if live is None:
-            return frozenset()
-        return frozenset({DEVIATION_LAYER}) if live.method is LiveMethod.DEVIATION else self._probe_layers
-
-    def _chooser(self, job: LoadJob) -> LiveChooser:
-        def lead_keys(layer: int) -> torch.Tensor | None:
-            lead = self._leads.get(job.lead)
-            return lead.kv[lead.layers[layer], 0] if lead is not None and lead.is_complete else None
-
-        def run_pass(runs: Sequence[Span], watch: PassWatch) -> None:
-            self._watch = watch
-            try:
-                self._recompute(job, runs)
-            finally:
-                self._watch = None
-
-        def sum_over_ranks(own: np.ndarray | None, length: int) -> np.ndarray | None:
-            return compat.sum_over_ranks(own, length, self._tensor_parallel_size)
-
-        return LiveChooser(self._layers, self._probe_layers, run_pass, sum_over_ranks, lead_keys)
-
-    def _can_load(self, load: Load) -> bool:
-        sink = self._records.get(load.record_id)
-        return sink is not None and len(sink.filled) >= load.record_offset + len(load.span)
-
-    def _loaded_bytes(self, load: Load) -> int:
-        kv = self._records[load.record_id].kv
-        return kv.nbytes // kv.shape[2] * len(load.span)
-
-    def _load(self, job: LoadJob, loads: Sequence[Load], kept_layers: frozenset[int]) -> LoadedRows:
-        """Write the loaded keys, moved, and values into the request's blocks, layer by layer; what was
-        written on `kept_layers`."""
-        device = self._runner.device
-        parts, spans = [], []
-        for load in loads:
-            offset, stop = load.record_offset, load.record_offset + len(load.span)
-            record = self._records[load.record_id]
-            parts.append(record.kv[:, :, offset:stop])
-            spans.append((record.start + offset, load.span.start, len(load.span)))
-        slots = np.concatenate([slots_of(job.block_ids, self._block_size, x.span) for x in loads])
-        slot_tensor = torch.from_numpy(slots).to(device)
-        turns: dict[int, torch.Tensor] = {}
-        rows = LoadedRows(positions_of([load.span for load in loads]), {}, {})
-        for index, layer in enumerate(self._layers):
-            key = torch.cat([part[index, 0] for part in parts]).to(device, non_blocking=True)
-            value = torch.cat([part[index, 1] for part in parts]).to(device, non_blocking=True)
-            table = layer.rotary
-            turn = turns.get(id(table.cos_sin))
-            if turn is None:
-                turn = turns[id(table.cos_sin)] = _turn(table, spans, device)
-            moved = compat.rotate_keys(table, key, turn)
-            layer.write(moved, value, slot_tensor)
-            if index in kept_layers:
-                rows.keys[index], rows.values[index] = moved, value
-        return rows
-
-    def _recompute(self, job: LoadJob, runs: Sequence[Span]) -> None:
-        limits = compat.pass_limits(self._runner)
-        for piece in cut_runs(runs, limits.max_tokens, limits.max_sequences):
-            positions = np.concatenate([np.arange(run.start, run.end) for run in piece])
-            slots = np.concatenate([slots_of(job.block_ids, self._block_size, r) for r in piece])
-            with suppress(PassEnded):
-                compat.run_recompute_pass(self._runner, piece, job.token_ids[positions], job.block_ids, slots)
-
     # --- called by the layers -----------------------------------------------------------------
 
     def _on_update(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        if self._watch is not None:
-            self._watch.on_update(layer, key, value)
+        if self._jobs is not None and self._jobs.watch is not None:
+            self._jobs.watch.on_update(layer, key, value)
         self._session.on_update(layer, key, value, slot_mapping)
 
     def _on_query(self, layer: int, query: torch.Tensor) -> None:
-        if self._watch is not None:
-            self._watch.on_query(layer, query)
+        if self._jobs is not None and self._jobs.watch is not None:
+            self._jobs.watch.on_query(layer, query)
         if layer in self._session.profile_layers:
             self._session.on_query(layer, query)
 
@@ -373,18 +282,3 @@ class WorkerSide:
         self._answers[name] = answer
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
-
-
-def _layers_to_probe(layers: Sequence[compat.KVLayer]) -> frozenset[int]:
-    """Layers on which the question's attention is read: the later half tells more than all of them;
-    windows see only what stands right before the question."""
-    later = range(len(layers) // 2, len(layers))
-    whole = frozenset(index for index in later if layers[index].sliding_window is None)
-    return whole or frozenset(later)
-
-
-def _turn(table: RotaryTable, spans: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-    """The moves of all loaded tokens: (old start, new start, number of tokens) per load."""
-    old = np.concatenate([np.arange(start, start + count) for start, _, count in spans])
-    new = np.concatenate([np.arange(start, start + count) for _, start, count in spans])
-    return turn_between(table, torch.from_numpy(old).to(device), torch.from_numpy(new).to(device))
