@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from benchmarks.quality.items import Item, load_items
+from benchmarks.quality.items import SETS, Item, load_items
 from benchmarks.quality.results import RESULTS, result_files
 from rich.console import Console
 from rich.progress import track
@@ -86,7 +86,7 @@ def samples_of_results(folder: Path, data: Path, way: str) -> Iterator[Sample]:
     """A sample per row of `way` in the result files."""
     for file in result_files(folder):
         rows = [row for row in file.rows() if row.way == way]
-        items = {item.item_id: item for item in load_items(file.set_name, data)} if rows else {}
+        items = {item.item_id: item for item in load_items(SETS[file.set_name], data)} if rows else {}
         for row in rows:
             item = items[row.item]
             values = features(item.question, len(item.chunks), row.num_prompt_tokens)
@@ -96,7 +96,7 @@ def samples_of_results(folder: Path, data: Path, way: str) -> Iterator[Sample]:
 def samples_of_sets(data: Path, num_items: int) -> Iterator[Sample]:
     """A sample per question; its label is whether its evidence lies in several passages."""
     for name, needs_several in HOPS_SETS.items():
-        for item in islice(load_items(name, data), num_items):
+        for item in islice(load_items(SETS[name], data), num_items):
             values = features(item.question, len(item.chunks), _approximate_length(item))
             yield Sample(name, item.item_id, values, needs_several)
 
