@@ -41,6 +41,7 @@ class Way:
     name: str
     ratio: float | None
     granularity: int = 1
+    strategy: str = "cachecraft"
 
     def options(self) -> dict[str, Any]:
         if self.ratio is None:
@@ -48,16 +49,16 @@ class Way:
         if self.ratio == 0:
             return {"reuse": "naive"}
         return {
-            "reuse": "cachecraft",
+            "reuse": self.strategy,
             "recompute_ratio": self.ratio,
             "granularity": self.granularity,
         }
 
 
-def ways(ratios: Sequence[float], granularities: Sequence[int]) -> list[Way]:
+def ways(ratios: Sequence[float], granularities: Sequence[int], strategy: str) -> list[Way]:
     found = [Way("full prefill", None), Way("reuse, 0 %", 0.0)]
     for ratio in ratios:
-        found += [Way(f"reuse, {ratio:.0%}, runs of {g}", ratio, g) for g in granularities]
+        found += [Way(f"reuse, {ratio:.0%}, runs of {g}", ratio, g, strategy) for g in granularities]
     return found
 
 
@@ -186,6 +187,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1000, 2000, 5000])
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.15, 0.30])
     parser.add_argument("--granularities", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--strategy", default="cachecraft", help="focus asks the question first")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--compiled", action="store_true", help="torch.compile: 50 s more of start-up")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
@@ -208,7 +210,7 @@ def main() -> None:
         for context in args.contexts:
             chunks = passages_for(context, engine, texts)
             fill_store(engine, chunks)
-            all_ways = ways(args.ratios, args.granularities)
+            all_ways = ways(args.ratios, args.granularities, args.strategy)
             rows += measure_context(engine, context, chunks, all_ways, args.repeats)
     console.print(f"model {args.model or 'default'}, {args.dtype}, {machine()}, {args.repeats} repeats")
     show(rows, console)
