@@ -106,7 +106,13 @@ class Comparison:
     A pair that differs is asked again. Where the difference stays it is ours, as plans and stored KV
     are the same; where it is gone, one forward went wrong by itself: seen once in some 10,000 requests
     of vLLM's CPU engine, cause unknown. Those are told apart, not forgotten.
+
+    Attributes:
+        asks_again: only in float32; in bfloat16 rounding alone makes pairs differ, and the test holds
+            the gaps to the noise of the dtype.
     """
+
+    asks_again: bool
 
     gaps: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     ties: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -118,7 +124,7 @@ class Comparison:
 
     async def hold(self, kind: str, answer: Asked, other: Asked) -> tuple[Answer, Answer]:
         pair = await answer(), await other()
-        if _differ(*pair):
+        if self.asks_again and _differ(*pair):
             described = f"{kind}: {describe_difference(*pair)}; {pair[0].report.why} | {pair[1].report.why}"
             pair = await answer(), await other()
             (self.differences if _differ(*pair) else self.transient).append(described)
@@ -136,7 +142,7 @@ def _differ(left: Answer, right: Answer) -> bool:
 
 async def measure_cell(cell: dict[str, Any]) -> dict[str, Any]:
     backend = await started(cell, 8192)
-    pairs = Comparison()
+    pairs = Comparison(asks_again=cell["dtype"] == "float32")
     counts: Counter[str] = Counter()
     approximation = 0.0
     for index, prompt in enumerate(prompts_of(cell)):
