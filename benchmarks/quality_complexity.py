@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from benchmarks.quality.items import SETS, Item, load_items
 from benchmarks.quality.results import RESULTS, result_files
+from benchmarks.quality.stats import Estimate
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -63,23 +64,11 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """A figure with its 95 % bootstrap interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-
-@dataclass(frozen=True, slots=True)
 class Judgement:
     """How well a predictor tells the labels apart, and how much better than the baseline."""
 
-    auc: Interval
-    gain: Interval
+    auc: Estimate
+    gain: Estimate
 
 
 def samples_of_results(folder: Path, data: Path, way: str) -> Iterator[Sample]:
@@ -120,7 +109,7 @@ def out_of_fold(samples: Sequence[Sample], names: Sequence[str], num_repeats: in
 
 def bootstrap(
     samples: Sequence[Sample], figure: Callable[[np.ndarray], float], num_resamples: int
-) -> Interval:
+) -> Estimate:
     """`figure` of row numbers, with all rows and over items drawn with replacement."""
     by_item: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -134,7 +123,7 @@ def bootstrap(
     )
     figures = [figure(draw) for draw in draws if 0 < labels[draw].sum() < len(draw)]
     low, high = np.quantile(figures, (0.025, 0.975))
-    return Interval(figure(np.arange(len(samples))), float(low), float(high))
+    return Estimate(figure(np.arange(len(samples))), float(low), float(high))
 
 
 def judge(samples: Sequence[Sample], num_repeats: int, num_resamples: int) -> dict[str, Judgement]:
@@ -178,7 +167,7 @@ def print_table(
         share = f"{_labels(parts[group]).mean():.2f}"
         for name, judgement in by_name.items():
             size = str(len(parts[group]))
-            table.add_row(group, size, share, name, str(judgement.auc), str(judgement.gain))
+            table.add_row(group, size, share, name, f"{judgement.auc:.3f}", f"{judgement.gain:.3f}")
     console.print(table)
 
 

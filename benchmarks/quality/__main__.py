@@ -21,13 +21,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--items", type=int, help="how many; the set's own number if not given")
     run.add_argument("--half", choices=("all", "even", "odd"), default="all")
     run.add_argument("--ways", type=Way.parse, nargs="+", default=list(DEFAULT_WAYS), metavar="WAY")
-    run.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     report = commands.add_parser("report", help="write the tables and curves from all result files")
     report.add_argument("--docs", type=Path, default=ROOT / "docs")
     segments = commands.add_parser("segments", help="check how the prompts of sets are cut into chunks")
     segments.add_argument("--sets", nargs="+", default=list(CHINESE_SETS))
     segments.add_argument("--models", nargs="+", default=["default", "gemma3"])
-    segments.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    for command in (run, segments):
+        command.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     for command in (run, report):
         command.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)

@@ -25,7 +25,12 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
+        return f"{self:.4f}"
+
+    def __format__(self, spec: str) -> str:
+        """`spec` is that of each of the three numbers; without one it is `str`."""
+        spec = spec or ".4f"
+        return f"{self.mean:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
 
     @property
     def reading(self) -> str:

@@ -153,13 +153,17 @@ _OTHER_VARIABLES = frozenset({"cache_dir"})
 
 def check_ratio(value: float, error: type[Exception]) -> float:
     """Return `value` if it is a share in [0, 1]; raise `error` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+    if not _is_share(value):
         raise error(f"recompute_ratio is {value!r}: it is a share of tokens and must lie in [0, 1]")
     return float(value)
 
 
+def _is_share(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0.0 <= value <= 1.0
+
+
 def _check_share(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+    if not _is_share(value):
         raise ConfigurationError(f"{name} is {value!r}: it is a share and must lie in [0, 1]")
 
 

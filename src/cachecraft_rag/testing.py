@@ -16,6 +16,7 @@ from cachecraft_rag.chunks import Chunk, chunk_key
 from cachecraft_rag.engine.api import Completion, CompletionDelta, Message
 from cachecraft_rag.engine.options import CallOptions, check_chunks, check_messages, check_prompt
 from cachecraft_rag.engine.reports import absent_chunk
+from cachecraft_rag.engine.router import asked_for_full
 from cachecraft_rag.errors import EngineClosedError
 from cachecraft_rag.events import ChunkDecision, ChunkReport, Reason, RequestDecision, ReuseReport
 
@@ -260,7 +261,7 @@ def _find(prompt: str, known: Mapping[str, Chunk]) -> list[tuple[int, Chunk]]:
 
 
 def _decide(prefixes: set[str], prefix: str, options: CallOptions) -> tuple[ChunkDecision, Reason]:
-    if (full := _full_reason(options)) is not None:
+    if (full := asked_for_full(options)) is not None:
         return ChunkDecision.COMPUTED, full
     if not prefixes:
         return ChunkDecision.COMPUTED, Reason.NOT_CACHED
@@ -271,18 +272,12 @@ def _decide(prefixes: set[str], prefix: str, options: CallOptions) -> tuple[Chun
     return ChunkDecision.REUSED, Reason.OTHER_PREFIX
 
 
-def _full_reason(options: CallOptions) -> Reason | None:
-    if options.precision_critical:
-        return Reason.PRECISION_CRITICAL
-    return Reason.REUSE_OFF if options.reuse == "off" else None
-
-
 def _absent(chunk: Chunk, tenant: str) -> ChunkReport:
     return absent_chunk(chunk, chunk_key(tenant, _token_ids(_words(chunk.text.strip()))))
 
 
 def _request_reason(options: CallOptions, reports: Sequence[ChunkReport]) -> Reason:
-    if (full := _full_reason(options)) is not None:
+    if (full := asked_for_full(options)) is not None:
         return full
     present = [report for report in reports if report.reason is not Reason.NOT_IN_PROMPT]
     if not present:

@@ -188,7 +188,7 @@ def make_engine(
         def make(
             config: CacheCraftConfig | None = None, *, is_attached: bool = True, off: Any = None
         ) -> CacheCraftEngine:
-            def start(settings: Any, loop: Any, known: KnownChunks) -> tuple[FakeBackend, RunningEngine]:
+            def start(settings: Any, loop: Any, known: KnownChunks) -> RunningEngine:
                 if backend.is_shut_down:
                     raise EngineError("started after its end")
                 running = RunningEngine(
@@ -201,7 +201,7 @@ def make_engine(
                     off=off,
                 )
                 loop.run(backend.start())
-                return backend, running
+                return running
 
             monkeypatch.setattr(lifecycle, "start_engine", start)
             config = config or CacheCraftConfig(self_test=False)

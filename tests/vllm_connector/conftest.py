@@ -15,6 +15,7 @@ import torch
 
 from cachecraft_rag.chunks import Span
 from cachecraft_rag.planner.live import Candidate, LiveMethod, LiveSelection
+from cachecraft_rag.planner.selection import positions_of
 from cachecraft_rag.store.host import HostChunkStore
 from cachecraft_rag.vllm_connector.compat import KVLayer
 from cachecraft_rag.vllm_connector.live_choice import (
@@ -23,7 +24,6 @@ from cachecraft_rag.vllm_connector.live_choice import (
     LoadedRows,
     PassEnded,
     PassWatch,
-    positions_of,
 )
 from cachecraft_rag.vllm_connector.messages import ChunkRef, ControlMessage, RequestSpec
 from cachecraft_rag.vllm_connector.recompute import cut_runs

@@ -10,7 +10,7 @@ import pytest
 
 from cachecraft_rag.chunks import Span
 from cachecraft_rag.planner.live import LiveMethod, LiveSelection
-from cachecraft_rag.vllm_connector.live_choice import positions_of
+from cachecraft_rag.planner.selection import positions_of
 
 SMALL, LARGE = 12, 31
 """Positions in the first and the second candidate whose loaded values are off by .5 and by 2."""

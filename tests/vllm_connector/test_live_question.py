@@ -9,7 +9,7 @@ import torch
 
 from cachecraft_rag.chunks import Span
 from cachecraft_rag.planner.live import LiveMethod
-from cachecraft_rag.vllm_connector.live_choice import positions_of
+from cachecraft_rag.planner.selection import positions_of
 
 PROBE_LAYERS = (3, 5)
 FOCUS_ASKS_FROM = 28

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from cachecraft_rag.engine.calibration import Calibration
+from cachecraft_rag.engine.remembered import load_facts, save_facts
 from cachecraft_rag.models import cache_dir
 
 logger = logging.getLogger(__name__)
@@ -57,21 +56,14 @@ class AnswerFile:
 def load_calibration(model_key: str) -> Calibration | None:
     """The calibration of an earlier process; None if there is none that can be read."""
     try:
-        return Calibration.from_dict(json.loads(_choice_path(model_key).read_text(encoding="utf-8")))
+        return Calibration.from_dict(load_facts(_choice_path(model_key)))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def save_calibration(model_key: str, calibration: Calibration) -> None:
     """Remember `calibration` for later engines of the same model."""
-    path = _choice_path(model_key)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(calibration.to_dict(), file)
-        os.replace(file.name, path)
-    except OSError as error:
-        logger.warning("the calibration could not be remembered in %s: %s", path, error)
+    save_facts(_choice_path(model_key), calibration.to_dict())
 
 
 def _choice_path(model_key: str) -> Path:

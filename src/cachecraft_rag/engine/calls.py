@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cachecraft_rag.chunks import Chunk, PromptLayout
@@ -39,6 +39,12 @@ class Prepared:
     spec: RequestSpec
     request: BackendRequest
     absent: tuple[ChunkReport, ...]
+
+    def with_spec(self, spec: RequestSpec) -> Prepared:
+        """The same call under another spec, and under its request id."""
+        params = None if self.request.params is None else spec.to_params()
+        request = replace(self.request, request_id=spec.request_id, params=params)
+        return replace(self, spec=spec, request=request)
 
 
 @dataclass(slots=True)

@@ -57,7 +57,6 @@ class EngineLifecycle:
         self._live = _Live()
         # Re-entrant: the self-test makes ordinary calls while `start` holds it.
         self._start_lock = threading.RLock()
-        self._running: RunningEngine | None = None
         self._is_ready = False
         self._is_closed = False
         self._shut_down = weakref.finalize(self, _shut_down, self._live)
@@ -107,6 +106,10 @@ class EngineLifecycle:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _running(self) -> RunningEngine | None:
+        return self._live.running
+
     def _started(self) -> RunningEngine:
         if self.is_started and self._running is not None:
             return self._running
@@ -120,12 +123,10 @@ class EngineLifecycle:
         return await asyncio.to_thread(self._started)
 
     def _start(self) -> RunningEngine:
-        _, running = start_engine(self._settings, self._live.loop, self._known)
-        self._live.running = running
+        running = self._live.running = start_engine(self._settings, self._live.loop, self._known)
         # `weakref.finalize` alone would come after `multiprocessing`, which waits for vLLM to end. What
         # is registered last runs first, and by now vLLM has imported `multiprocessing`.
         atexit.register(self._shut_down)
-        self._running = running
         self._test_once(running)
         running.counters.clear()
         self._is_ready = True

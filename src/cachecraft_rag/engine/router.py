@@ -49,17 +49,21 @@ def route(
         num_output_tokens: most tokens that can be generated: `max_tokens`, clipped to the window. An
             unclipped one was rejected: "no limit" is asked for by a huge number.
     """
-    options = call.options
-    if options.precision_critical:
-        return FullCompute(Reason.PRECISION_CRITICAL)
-    if options.reuse == "off":
-        return FullCompute(Reason.REUSE_OFF)
-    if options.reuse != "auto":
+    if (reason := asked_for_full(call.options)) is not None:
+        return FullCompute(reason)
+    if call.options.reuse != "auto":
         return None
     full = _altered_chunks(call, layout, config)
     if full is not None or not layout.chunks:
         return full
     return _long_output(num_output_tokens, config) or _complex_question(call, layout, config)
+
+
+def asked_for_full(options: CallOptions) -> Reason | None:
+    """Why the caller wants full compute, None if the caller does not."""
+    if options.precision_critical:
+        return Reason.PRECISION_CRITICAL
+    return Reason.REUSE_OFF if options.reuse == "off" else None
 
 
 def make_spec(

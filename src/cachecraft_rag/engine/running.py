@@ -223,9 +223,8 @@ class RunningEngine:
             raise fault
         self.counters["num_faults"] += 1
         logger.warning("request failed with reuse on, sent again without: %s", fault)
-        spec = without_reuse(prepared.spec, FullCompute(Reason.ENGINE_FAULT, str(fault)), _new_id())
-        request = replace(prepared.request, request_id=spec.request_id, params=spec.to_params())
-        return replace(prepared, spec=spec, request=request)
+        full = FullCompute(Reason.ENGINE_FAULT, str(fault))
+        return prepared.with_spec(without_reuse(prepared.spec, full, _new_id()))
 
     async def shutdown(self) -> None:
         """End feedback, then vLLM."""

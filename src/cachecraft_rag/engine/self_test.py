@@ -7,11 +7,7 @@ cut at different places differ by rounding.
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import random
-import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,10 +16,9 @@ from typing import Any, Protocol
 
 from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.engine.api import Completion
+from cachecraft_rag.engine.remembered import load_facts, save_facts
 from cachecraft_rag.events import ReuseReport
 from cachecraft_rag.models import cache_dir
-
-logger = logging.getLogger(__name__)
 
 Logprobs = Sequence[Mapping[int, float]]
 
@@ -88,21 +83,14 @@ def run_self_test(engine: Testee, dtype: str, min_chunk_tokens: int) -> SelfTest
 def load_result(key: str) -> SelfTestResult | None:
     """The remembered result of an earlier process; None if there is none that can be read."""
     try:
-        return SelfTestResult(**json.loads(_path(key).read_text()))
+        return SelfTestResult(**load_facts(_path(key)))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def save_result(key: str, result: SelfTestResult) -> None:
     """Remember `result`. A cache folder that cannot be written costs only the next start's time."""
-    path = _path(key)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(asdict(result), file)
-        os.replace(file.name, path)
-    except OSError as error:
-        logger.warning("the self-test result could not be remembered in %s: %s", path, error)
+    save_facts(_path(key), asdict(result))
 
 
 def _path(key: str) -> Path:

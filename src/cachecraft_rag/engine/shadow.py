@@ -12,7 +12,6 @@ from typing import Any
 
 from cachecraft_rag.chunks import ChunkKey, Span
 from cachecraft_rag.engine.api import Completion, SamplingOptions
-from cachecraft_rag.engine.backend import BackendRequest
 from cachecraft_rag.engine.calls import Prepared
 from cachecraft_rag.engine.namespace import tenant_cache_salt
 from cachecraft_rag.engine.quality import first_token_kl
@@ -147,11 +146,7 @@ def _greedy(sampling: SamplingOptions, max_tokens: int) -> SamplingOptions:
 def _prepared(
     prepared: Prepared, spec: RequestSpec, token_ids: tuple[int, ...], sampling: SamplingOptions
 ) -> Prepared:
-    request = BackendRequest(
-        request_id=spec.request_id,
-        token_ids=token_ids,
-        sampling=sampling,
-        cache_salt=tenant_cache_salt(spec.tenant, spec.request_id),
-        params=spec.to_params(),
-    )
-    return replace(prepared, spec=spec, request=request, absent=())
+    changed = prepared.with_spec(spec)
+    salt = tenant_cache_salt(spec.tenant, spec.request_id)
+    request = replace(changed.request, token_ids=token_ids, sampling=sampling, cache_salt=salt)
+    return replace(changed, request=request, absent=())

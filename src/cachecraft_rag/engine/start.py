@@ -65,9 +65,7 @@ class EngineSettings:
                 raise ConfigurationError(f"{name} is set by CacheCraftEngine itself: leave it out")
 
 
-def start_engine(
-    settings: EngineSettings, loop: EngineLoop, known: KnownChunks
-) -> tuple[Backend, RunningEngine]:
+def start_engine(settings: EngineSettings, loop: EngineLoop, known: KnownChunks) -> RunningEngine:
     """Start vLLM with our connector, or without it where the model's KV cannot be moved.
 
     Raises:
@@ -92,7 +90,7 @@ def start_engine(
         raise EngineStartError(f"{_ADVICE}. Cause: {error!r}") from error
 
 
-async def _start(settings: EngineSettings, known: KnownChunks, version: str) -> tuple[Backend, RunningEngine]:
+async def _start(settings: EngineSettings, known: KnownChunks, version: str) -> RunningEngine:
     from cachecraft_rag.engine.backends import make_backend, make_vllm_config
     from cachecraft_rag.engine.running import RunningEngine
 
@@ -120,7 +118,7 @@ async def _start(settings: EngineSettings, known: KnownChunks, version: str) -> 
         raise
     if reason:
         logger.warning("KV reuse is off for %s: %s", settings.model, reason)
-    return backend, running
+    return running
 
 
 async def _attach(backend: Backend) -> str:

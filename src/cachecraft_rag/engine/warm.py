@@ -91,9 +91,8 @@ def _contexts(texts: Sequence[str], num_neighbours: int, encoder: Encoder | None
 
 def _storing_last_chunk(prepared: Prepared) -> Prepared:
     """The call as one that stores its last chunk only: what stands before it is context."""
-    spec = replace(prepared.spec, store_from=max(0, len(prepared.spec.chunks) - 1))
-    params = spec.to_params() if prepared.request.params is not None else None
-    return replace(prepared, spec=spec, request=replace(prepared.request, params=params))
+    spec = prepared.spec
+    return prepared.with_spec(replace(spec, store_from=max(0, len(spec.chunks) - 1)))
 
 
 async def run_calls(

@@ -53,12 +53,19 @@ def select_spans(
         raise PlanError(f"{len(scores)} scores for {sum(map(len, candidates))} candidate tokens")
     if num_tokens_to_select == 0:
         return ()
-    positions = np.concatenate([np.arange(span.start, span.end) for span in candidates])
-    chosen = positions[_choose_runs(candidates, scores, num_tokens_to_select, granularity)]
+    chosen = positions_of(candidates)[_choose_runs(candidates, scores, num_tokens_to_select, granularity)]
     breaks = np.flatnonzero(np.diff(chosen) != 1)
     starts = chosen[np.concatenate(([0], breaks + 1))].tolist()
     lasts = chosen[np.concatenate((breaks, [len(chosen) - 1]))].tolist()
     return tuple(Span(first, last + 1) for first, last in zip(starts, lasts, strict=True))
+
+
+def positions_of(spans: Sequence[Span]) -> np.ndarray:
+    """int64, all positions of `spans`, one span after the other."""
+    positions: np.ndarray = np.concatenate(
+        [np.zeros(0, np.int64), *(np.arange(span.start, span.end) for span in spans)]
+    )
+    return positions
 
 
 def _choose_runs(candidates: Sequence[Span], scores: np.ndarray, budget: int, granularity: int) -> np.ndarray:

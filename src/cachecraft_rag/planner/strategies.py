@@ -57,6 +57,7 @@ class Strategy:
     Attributes:
         score: how tokens are chosen: a stored score, chunk by chunk, or a method of the workers, under
             one budget over all chunks.
+        has_budget: whether a request's `recompute_ratio` replaces the share.
         reuses_exact: whether a variant behind the identical prefix is taken as it is.
     """
 
@@ -64,6 +65,7 @@ class Strategy:
     rank: Rank
     share: Share
     score: StoredScore | LiveMethod = StoredScore.INTER_ATTENTION
+    has_budget: bool = True
     reuses_exact: bool = True
 
     def choose(
@@ -81,6 +83,8 @@ class Strategy:
             PlanError: a variant's profile does not fit its prefix.
         """
         record = min(variants, key=lambda r: (not r.prefix_is_exact, *self.rank(r, new_prefix), -r.record_id))
+        if self.has_budget and options.recompute_ratio is not None:
+            return Choice(record, options.recompute_ratio)
         return Choice(record, self.share(record, new_prefix, options))
 
 
@@ -103,21 +107,17 @@ def _everything(record: RecordMeta, new_prefix: Sequence[ChunkKey], options: Str
 
 
 def _paper_overhead(record: RecordMeta, new_prefix: Sequence[ChunkKey], options: StrategyOptions) -> float:
-    if options.recompute_ratio is not None:
-        return options.recompute_ratio
     return cfo(record, new_prefix, options.alpha, paper_beta_prime)
 
 
 def _fixed(record: RecordMeta, new_prefix: Sequence[ChunkKey], options: StrategyOptions) -> float:
-    return options.share if options.recompute_ratio is None else options.recompute_ratio
+    return options.share
 
 
 def _by_missing_context(
     record: RecordMeta, new_prefix: Sequence[ChunkKey], options: StrategyOptions
 ) -> float:
     """The share of what the chunk has not seen: a chunk behind its old neighbours needs no repair."""
-    if options.recompute_ratio is not None:
-        return options.recompute_ratio
     return options.share * (1.0 - beta_prime(record, new_prefix))
 
 
@@ -130,8 +130,8 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
             Strategy("cachecraft", _by_overhead, _paper_overhead),
             Strategy("cacheblend", _by_overlap, _fixed, LiveMethod.DEVIATION),
             Strategy("epic", _by_overlap, _fixed, StoredScore.FIRST_TOKENS),
-            Strategy("naive", _by_overlap, _nothing),
-            Strategy("recompute_all", _by_overlap, _everything, reuses_exact=False),
+            Strategy("naive", _by_overlap, _nothing, has_budget=False),
+            Strategy("recompute_all", _by_overlap, _everything, has_budget=False, reuses_exact=False),
         )
     }
 )

@@ -15,6 +15,7 @@ import torch
 
 from cachecraft_rag.chunks import Span
 from cachecraft_rag.planner.live import LiveMethod, LiveSelection
+from cachecraft_rag.planner.selection import positions_of
 from cachecraft_rag.vllm_connector.compat import KVLayer
 from cachecraft_rag.vllm_connector.profile import LayerInputs, attention_received
 from cachecraft_rag.vllm_connector.recompute import merge_spans
@@ -168,21 +169,21 @@ class LiveChooser:
         watch: PassWatch,
     ) -> np.ndarray:
         """Attention mass that the question puts on each candidate, over heads and probe layers."""
+        leads = {index: self.lead_keys(index) for index in sorted(self.probe_layers)}
+        num_lead = min(0 if lead is None else len(lead) for lead in leads.values())
+        # What the pass itself computed of the text before the chunks is not counted twice.
+        known = np.setdiff1d(np.arange(num_lead), positions_of(computed))
+        key_positions = np.concatenate([known, loaded.positions, positions_of(computed)])
+        columns = torch.from_numpy(len(known) + loaded.rows_of(live.spans))
         total = torch.zeros(live.num_candidates)
-        for index in sorted(self.probe_layers):
-            layer, lead = self.layers[index], self.lead_keys(index)
-            fresh = torch.cat(watch.keys[index])
-            # What the pass itself computed of the text before the chunks is not counted twice.
-            known = np.setdiff1d(np.arange(0 if lead is None else len(lead)), positions_of(computed))
-            num_lead = len(known)
+        for index, lead in leads.items():
+            layer, fresh = self.layers[index], torch.cat(watch.keys[index])
             own = [] if lead is None else [lead[torch.from_numpy(known)].to(fresh.device)]
             keys = torch.cat([*own, loaded.keys[index], fresh])
-            positions = np.concatenate([known, loaded.positions, positions_of(computed)])
             queries = torch.cat(watch.queries[index]).view(-1, layer.num_heads, layer.head_size)
-            received = attention_received(
-                LayerInputs(layer, queries[-num_queries:], keys, torch.from_numpy(positions).to(fresh.device))
-            )
-            total += received[num_lead + torch.from_numpy(loaded.rows_of(live.spans))]
+            positions = torch.from_numpy(key_positions).to(fresh.device)
+            received = attention_received(LayerInputs(layer, queries[-num_queries:], keys, positions))
+            total += received[columns]
         return total.numpy()
 
 
@@ -196,8 +197,3 @@ def _deviation(
     old = loaded.values[DEVIATION_LAYER][torch.from_numpy(loaded.rows_of(live.spans)).to(fresh.device)]
     distances: np.ndarray = (new - old.float()).square().flatten(1).sum(1).cpu().numpy()
     return distances
-
-
-def positions_of(spans: Sequence[Span]) -> np.ndarray:
-    """int64, all positions of `spans`, one span after the other."""
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(s.start, s.end) for s in spans)])

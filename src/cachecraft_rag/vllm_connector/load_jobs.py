@@ -14,6 +14,7 @@ import torch
 from cachecraft_rag.chunks import Span
 from cachecraft_rag.planner.live import LiveMethod, LiveSelection
 from cachecraft_rag.planner.plan import Load
+from cachecraft_rag.planner.selection import positions_of
 from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.capture import Sink
 from cachecraft_rag.vllm_connector.live_choice import (
@@ -23,7 +24,6 @@ from cachecraft_rag.vllm_connector.live_choice import (
     LoadedRows,
     PassEnded,
     PassWatch,
-    positions_of,
 )
 from cachecraft_rag.vllm_connector.recompute import cut_runs, merge_spans
 from cachecraft_rag.vllm_connector.rotary import RotaryTable, turn_between
@@ -137,7 +137,7 @@ class JobRunner:
     def _recompute(self, job: LoadJob, runs: Sequence[Span]) -> None:
         limits = compat.pass_limits(self.runner)
         for piece in cut_runs(runs, limits.max_tokens, limits.max_sequences):
-            positions = np.concatenate([np.arange(run.start, run.end) for run in piece])
+            positions = positions_of(piece)
             slots = np.concatenate([slots_of(job.block_ids, self.block_size, r) for r in piece])
             with suppress(PassEnded):
                 compat.run_recompute_pass(self.runner, piece, job.token_ids[positions], job.block_ids, slots)

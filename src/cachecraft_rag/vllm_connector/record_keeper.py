@@ -44,8 +44,7 @@ class RecordKeeper:
                 is_context = index < spec.store_from
                 if is_context or self._store.reserve(meta).accepted:
                     record_id = meta.record_id
-                    (state.scratch if is_context else state.reserved).append(record_id)
-                    self._open(state, meta, context, lead)
+                    self._open(state, meta, context, lead, is_scratch=is_context)
             if record_id is not None:
                 context.append((len(before), ContextChunk(ref.span, record_id)))
             before.append(ref.key)
@@ -122,9 +121,18 @@ class RecordKeeper:
         )
 
     def _open(
-        self, state: RequestState, meta: RecordMeta, context: list[tuple[int, ContextChunk]], lead: str
+        self,
+        state: RequestState,
+        meta: RecordMeta,
+        context: list[tuple[int, ContextChunk]],
+        lead: str,
+        *,
+        is_scratch: bool,
     ) -> None:
-        if meta.record_id in state.reserved:
+        if is_scratch:
+            state.scratch.append(meta.record_id)
+        else:
+            state.reserved.append(meta.record_id)
             state.num_stored_tokens += meta.num_tokens
         end = meta.start + meta.num_tokens + len(meta.separator)
         state.pending.append(PendingCapture(meta.record_id, Span(meta.start, end)))
@@ -138,6 +146,6 @@ class RecordKeeper:
                 prefix_index=tuple(index for index, _ in context),
                 num_prefix_chunks=len(meta.prefix_chunks),
                 lead=lead,
-                is_scratch=meta.record_id in state.scratch,
+                is_scratch=is_scratch,
             )
         )
