@@ -14,7 +14,6 @@ import json
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any
 
 from workload import Answer, ask, describe_difference, logprob_gap, mixed_prompts, tie_gap
 
-Asked = Callable[[], Awaitable[Answer]]
 SAME = 1e-3
 """Log-probabilities closer than this are the same; two candidates closer than this are a tie."""
 LIVE_RATIOS = {"focus": 0.4, "cacheblend": 0.9}
@@ -101,60 +99,37 @@ async def measure_noise(cell: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Comparison:
-    """Pairs of answers that must be the same, by kind.
-
-    A pair that differs is asked again. Where the difference stays it is ours, as plans and stored KV
-    are the same; where it is gone, one forward went wrong by itself: seen once in some 10,000 requests
-    of vLLM's CPU engine, cause unknown. Those are told apart, not forgotten.
-
-    Attributes:
-        asks_again: only in float32; in bfloat16 rounding alone makes pairs differ, and the test holds
-            the gaps to the noise of the dtype.
-    """
-
-    asks_again: bool
+    """Pairs of answers that must be the same, by kind."""
 
     gaps: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     ties: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     differences: list[str] = field(default_factory=list)
-    transient: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("gaps", "ties", "differences", "transient")}
+        return {name: getattr(self, name) for name in ("gaps", "ties", "differences")}
 
-    async def hold(self, kind: str, answer: Asked, other: Asked) -> tuple[Answer, Answer]:
-        pair = await answer(), await other()
-        if self.asks_again and _differ(*pair):
-            described = f"{kind}: {describe_difference(*pair)}; {pair[0].report.why} | {pair[1].report.why}"
-            pair = await answer(), await other()
-            (self.differences if _differ(*pair) else self.transient).append(described)
-        self.gaps[kind].append(logprob_gap(*pair))
-        tie = tie_gap(pair[1], pair[0])
+    def hold(self, kind: str, answer: Answer, other: Answer) -> None:
+        gap, tie = logprob_gap(answer, other), tie_gap(other, answer)
+        self.gaps[kind].append(gap)
         if tie is not None:
             self.ties[kind].append(tie)
-        return pair
-
-
-def _differ(left: Answer, right: Answer) -> bool:
-    tie = tie_gap(right, left)
-    return logprob_gap(left, right) > SAME or (tie is not None and tie > SAME)
+        if gap > SAME or (tie is not None and tie > SAME):
+            described = describe_difference(answer, other)
+            self.differences.append(f"{kind}: {described}; {answer.report.why} | {other.report.why}")
 
 
 async def measure_cell(cell: dict[str, Any]) -> dict[str, Any]:
     backend = await started(cell, 8192)
-    pairs = Comparison(asks_again=cell["dtype"] == "float32")
+    pairs = Comparison()
     counts: Counter[str] = Counter()
     approximation = 0.0
     for index, prompt in enumerate(prompts_of(cell)):
-        full = partial(ask, backend, prompt, full=True)
-        first = await full()
-        everything, _ = await pairs.hold(
-            "recompute_all", partial(ask, backend, prompt, strategy="recompute_all"), _once(first, full)
-        )
+        full = await ask(backend, prompt, full=True)
+        everything = await ask(backend, prompt, strategy="recompute_all")
+        pairs.hold("recompute_all", everything, full)
         counts["recomputed_tokens"] += everything.report.num_recomputed_tokens
-        exact, _ = await pairs.hold(
-            "exact", partial(ask, backend, prompt, exact_only=True), _once(first, full)
-        )
+        exact = await ask(backend, prompt, exact_only=True)
+        pairs.hold("exact", exact, full)
         counts["exact_reused_tokens"] += exact.report.num_reused_tokens
         if index % 5:
             continue
@@ -164,22 +139,18 @@ async def measure_cell(cell: dict[str, Any]) -> dict[str, Any]:
         counts["shifted_reused_tokens"] += reused.report.num_reused_tokens
         counts["moved_requests"] += 1
         counts["approximate_requests"] += not all(c.decision == "exact" for c in reused.report.chunks)
-        after, moved_full = await pairs.hold(
-            "exact_after_reuse",
-            partial(moved, full=True, salt=salt),
-            partial(moved, full=True, store=False),
-        )
+        after = await moved(full=True, salt=salt)
+        moved_full = await moved(full=True, store=False)
+        pairs.hold("exact_after_reuse", after, moved_full)
         approximation = max(approximation, logprob_gap(reused, moved_full))
         for strategy, ratio in LIVE_RATIOS.items():
             live = partial(moved, strategy=strategy, recompute_ratio=ratio, store=False)
-            once, _ = await pairs.hold(f"{strategy}_again", live, live)
+            once = await live()
+            pairs.hold(f"{strategy}_again", once, await live())
             counts[f"{strategy}_tokens"] += once.report.num_recomputed_tokens
         turn = prompt.moved([11, 12, 13]).extended([*after.token_ids, 14, 15, 16])
-        follow_up, _ = await pairs.hold(
-            "follow_up",
-            partial(ask, backend, turn, full=True, salt=salt),
-            partial(ask, backend, turn, full=True, store=False),
-        )
+        follow_up = await ask(backend, turn, full=True, salt=salt)
+        pairs.hold("follow_up", follow_up, await ask(backend, turn, full=True, store=False))
         if len(prompt.token_ids) >= 64:
             counts["follow_ups"] += 1
             counts["follow_up_prefix_hits"] += follow_up.report.num_reused_tokens >= 32
@@ -196,16 +167,6 @@ async def measure_cell(cell: dict[str, Any]) -> dict[str, Any]:
         "check": check,
         "leaks": leaks,
     }
-
-
-def _once(first: Answer, again: Asked) -> Asked:
-    """Gives `first`, and what `again` asks from then on."""
-    given = [first]
-
-    async def answer() -> Answer:
-        return given.pop() if given else await again()
-
-    return answer
 
 
 def main() -> None:

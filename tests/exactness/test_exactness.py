@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -97,14 +96,6 @@ def assert_live_selection_repeats(result: dict[str, Any]) -> None:
         assert max(result["gaps"][f"{strategy}_again"]) <= FLOAT32_LOGPROB_GAP, result["differences"]
 
 
-def assert_hardly_ever_transient(result: dict[str, Any]) -> None:
-    """A difference that is gone when both are asked again is none of ours; more than one of a cell's some
-    300 requests would be something else. See `cell.Comparison`."""
-    for described in result["transient"]:
-        warnings.warn(f"a forward went wrong by itself: {described}", stacklevel=1)
-    assert len(result["transient"]) <= 1, result["transient"]
-
-
 def assert_nothing_leaked(result: dict[str, Any]) -> None:
     assert result["check"] == []
     assert result["leaks"] == {"num_pinned": 0, "num_reserved": 0, "num_running": 0}
@@ -118,7 +109,6 @@ def check_cell(run_cell: RunCell, bfloat16_noise: Callable[[str], float], models
         cell = {"model": model, "dtype": dtype, "root": models_root, "num_prompts": NUM_PROMPTS}
         result = run_cell({**MODES[mode], **cell})
         assert_reuse_was_real(result, NUM_PROMPTS)
-        assert_hardly_ever_transient(result)
         assert_live_selection_repeats(result)
         assert_nothing_leaked(result)
         for kind in ("recompute_all", "exact", "exact_after_reuse", "follow_up"):

@@ -38,7 +38,7 @@ from cachecraft_rag.engine.api import KV_TRANSFER_PARAMS, SamplingOptions
 from cachecraft_rag.engine.backend import Backend, BackendOutput, BackendRequest
 from cachecraft_rag.engine.memory import choose_host_store_bytes
 from cachecraft_rag.errors import ConfigurationError, EngineError, GenerationError, InvalidRequestError
-from cachecraft_rag.vllm_connector.compat import connector_engine_args, unsupported_reason
+from cachecraft_rag.vllm_connector.compat import connector_engine_args, kernel_environment, unsupported_reason
 from cachecraft_rag.vllm_connector.messages import ControlMessage
 
 T = TypeVar("T")
@@ -69,6 +69,7 @@ def make_vllm_config(
     reason = unsupported_reason(plain)
     if reason:
         return plain, reason
+    os.environ.update(kernel_environment(plain.model_config))
     store_bytes = choose_host_store_bytes(config.host_store_bytes)
     attached = _engine_args({**arguments, **connector_engine_args(config, store_bytes)})
     return attached.create_engine_config(), ""

@@ -112,6 +112,17 @@ def unsupported_reason(vllm_config: Any) -> str | None:
     return "; ".join(found) or _unsupported_rope(model.hf_text_config)
 
 
+def kernel_environment(model_config: Any) -> dict[str, str]:
+    """vLLM's environment variables under which its kernels are right for this model.
+
+    vLLM 0.32's CPU attention divides a long context over threads when it decodes. With a connector,
+    all layers are one KV cache group, and where some of them are windowed the group's division spans
+    the whole context: a part outside a layer's window is never computed, yet its uninitialised memory
+    is added with weight 0, which is NaN where the memory held NaN. Undivided, a head is one thread's work.
+    """
+    return {"VLLM_CPU_ATTN_SPLIT_KV": "0"} if model_config.get_sliding_window() is not None else {}
+
+
 def _unsupported_rope(hf_config: Any) -> str | None:
     rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None)
     tables = rope.values() if rope and all(isinstance(v, dict) for v in rope.values()) else (rope,)
