@@ -26,7 +26,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     segments = commands.add_parser("segments", help="check how the prompts of sets are cut into chunks")
     segments.add_argument("--sets", nargs="+", default=list(CHINESE_SETS))
     segments.add_argument("--models", nargs="+", default=["default", "gemma3"])
-    for command in (run, segments):
+    loss = commands.add_parser("loss", help="measure in which chunks and layers reuse loses")
+    loss.add_argument("--model", default="gemma3", help="default or gemma3")
+    loss.add_argument("--set", default="hotpotqa_distractor100", help="a set that names its evidence")
+    loss.add_argument("--items", type=int, default=20)
+    for command in (run, segments, loss):
         command.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     for command in (run, report):
         command.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
@@ -44,6 +48,12 @@ def main() -> None:
 
         if not check_segments([MODELS[name] for name in args.models], args.sets, args.data):
             raise SystemExit(1)
+    elif args.command == "loss":
+        from benchmarks.quality.items import SETS
+        from benchmarks.quality.models import MODELS
+        from benchmarks.quality.run import execute_loss
+
+        print(execute_loss(MODELS[args.model], SETS[args.set], args.items, args.data))
     else:
         from benchmarks.quality.run import execute, make_run
 

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cachecraft_rag.chunks import Chunk
+
+T = TypeVar("T")
 
 SEED = 20250215
 PIECE_SIZE = 10
@@ -57,6 +59,7 @@ class Item:
 
     Attributes:
         position: place in the fixed order; its parity is the item's half.
+        evidence: places in `chunks` of those that hold the answer; empty where the set does not say.
     """
 
     item_id: str
@@ -64,6 +67,7 @@ class Item:
     question: str
     answers: tuple[str, ...]
     chunks: tuple[Chunk, ...]
+    evidence: tuple[int, ...] = ()
 
 
 def load_items(eval_set: EvalSet, folder: Path) -> list[Item]:
@@ -99,23 +103,24 @@ def distinct_chunks(items: Iterable[Item]) -> list[Chunk]:
     return list({chunk.text: chunk for item in items for chunk in item.chunks}.values())
 
 
-def shuffled(chunks: Sequence[Chunk], *seed: object) -> list[Chunk]:
-    """The chunks in another order, fixed by `seed`."""
+def shuffled(things: Sequence[T], *seed: object) -> list[T]:
+    """The same in another order, fixed by `seed`."""
     rng = random.Random(" ".join(map(str, (SEED, *seed))))
-    return rng.sample(chunks, len(chunks))
+    return rng.sample(things, len(things))
 
 
 def _item(row: dict[str, Any], position: int, max_chunks: int | None) -> Item:
     evidence = row.get("supporting", ())
     # Sorting is stable: the rest stays in the order of the set, which is that of the retriever.
     order = sorted(range(len(row["chunks"])), key=lambda index: index not in evidence)
-    chunks = [_chunk(row["chunks"][index]) for index in sorted(order[:max_chunks])]
+    kept = shuffled(sorted(order[:max_chunks]), row["id"])
     return Item(
         item_id=str(row["id"]),
         position=position,
         question=row["question"].strip(),
         answers=tuple(row["answers"]),
-        chunks=tuple(shuffled(chunks, row["id"])),
+        chunks=tuple(_chunk(row["chunks"][index]) for index in kept),
+        evidence=tuple(place for place, index in enumerate(kept) if index in evidence),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.quality.curves import draw
+from benchmarks.quality.loss_tables import chunk_table, layer_table, loss_files, question_table
 from benchmarks.quality.results import ResultFile, result_files
 from benchmarks.quality.tables import (
     Cell,
@@ -14,8 +15,10 @@ from benchmarks.quality.tables import (
     has_pairs,
     mean_table,
     paired_table,
+    preset_table,
     result_table,
     tried_table,
+    variants_table,
 )
 from benchmarks.quality.ways import FULL
 
@@ -38,7 +41,13 @@ def write_report(results_folder: Path, docs: Path) -> None:
     cells = [Cell.of(results) for results in files]
     for results, cell in zip(files, cells, strict=True):
         draw(cell, docs / "quality" / f"{results.path.stem}.png")
-    blocks = [_INTRO.read_text(encoding="utf-8").rstrip(), *_summary(cells), *_tried(), *_parts(files, cells)]
+    blocks = [
+        _INTRO.read_text(encoding="utf-8").rstrip(),
+        *_summary(cells),
+        *_loss(cells),
+        *_tried(),
+        *_parts(files, cells),
+    ]
     (docs / "quality.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
 
 
@@ -46,9 +55,18 @@ def _summary(cells: Sequence[Cell]) -> Iterator[str]:
     yield "## Mean over models and sets"
     yield f"Over {_names(cells)}; only ways that each of them has."
     yield mean_table(cells)
+    yield "### Presets"
+    yield "A preset is a share of the reused tokens to recompute: a point on the curve of `focus`."
+    yield preset_table(cells)
     yield "## Ablations at 15 %"
     yield "The cache, the granularity or the score changed. Differences are paired, way minus ours."
     yield ablation_table(cells)
+    yield "### Variants of a chunk"
+    yield (
+        "`focus` at 15 % where each chunk was computed in full prefill of two other prompts and the better "
+        "variant is taken (`traffic`), or of one (`single`)."
+    )
+    yield variants_table(cells)
     yield "## Ours against each other strategy, on the odd half"
     yield (
         "`focus` over `neighbours` minus the other way at the same ratio; a negative KL difference and a "
@@ -61,6 +79,25 @@ def _summary(cells: Sequence[Cell]) -> Iterator[str]:
         if has_pairs([cell], _ODD):
             yield f"### {cell.model}, {cell.set_name}"
             yield paired_table([cell], _ODD)
+
+
+def _loss(cells: Sequence[Cell]) -> Iterator[str]:
+    yield "## Where the loss sits"
+    yield "Over questions and answer tokens, `focus` at 15 % over `neighbours`:"
+    yield question_table(cells)
+    found = dict(loss_files())
+    if not found:
+        return
+    yield (
+        "Over chunks, nothing repaired: KL where nothing, the chunks that hold the evidence, or as many "
+        "others drawn at random are computed in full (`python -m benchmarks.quality loss`):"
+    )
+    yield chunk_table(found)
+    yield (
+        "Over layers: distance of cached values from those of full prefill, relative to their size, mean "
+        "over a sixth of the layers each, from the lowest to the highest:"
+    )
+    yield layer_table(found)
 
 
 def _tried() -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.quality.caches import fill
 from benchmarks.quality.forced import NUM_STEPS, ForcedDecoding
 from benchmarks.quality.items import SETS, EvalSet, Item, load_items, of_half, pieces
+from benchmarks.quality.loss import LossMeter, save
 from benchmarks.quality.measure import Meter
 from benchmarks.quality.models import MODELS, QaModel
 from benchmarks.quality.results import ResultFile, commit
@@ -73,15 +74,37 @@ def execute(run: Run) -> None:
         print(f"{run.results.path.name}: nothing to do, all is there")
         return
     run.results.begin(run.meta())
-    engine = CacheCraftEngine(
-        run.model.folder(),
+    with (
+        make_engine(run.model) as engine,
+        tqdm(total=len(missing), desc=run.results.path.stem, unit="item") as progress,
+    ):
+        _Session(run, engine, missing, progress).measure_all()
+
+
+def execute_loss(model: QaModel, eval_set: EvalSet, num_items: int, data: Path) -> Path:
+    """Measure where reuse loses, on the first items of the even half."""
+    items = of_half(load_items(eval_set, data)[: 2 * num_items], "even")
+    found: list[dict[str, Any]] = []
+    with make_engine(model) as engine, tqdm(total=len(items), desc="loss", unit="item") as progress:
+        meter = Meter(engine, model, eval_set, asyncio.Semaphore(_MAX_AT_ONCE))
+        loss = LossMeter(engine, model, meter)
+        for piece in pieces(items):
+            loss.fill(piece)
+            for item in piece:
+                found.append(asyncio.run(loss.measure(item)))
+                progress.update()
+            loss.forget()
+    return save(model.name, eval_set.name, found)
+
+
+def make_engine(model: QaModel) -> CacheCraftEngine:
+    return CacheCraftEngine(
+        model.folder(),
         config=CacheCraftConfig(max_variants_per_chunk=4, host_store_bytes=_STORE_BYTES),
         in_process=True,
         logits_processors=[ForcedDecoding],
         **_ENGINE_ARGS,
     )
-    with engine, tqdm(total=len(missing), desc=run.results.path.stem, unit="item") as progress:
-        _Session(run, engine, missing, progress).measure_all()
 
 
 @dataclass(frozen=True)

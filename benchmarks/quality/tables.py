@@ -10,6 +10,8 @@ from benchmarks.quality.results import ResultFile, Row
 from benchmarks.quality.stats import Estimate, bootstrap_mean
 from benchmarks.quality.ways import BUDGETS, FULL, OUR_REGIME, OURS, Way
 
+from cachecraft_rag.config import PRESET_SHARES
+
 _ABLATION_RATIO = 0.15
 
 
@@ -60,6 +62,24 @@ def ablation_table(cells: Sequence[Cell]) -> str:
     names = [name for name in common_ways(cells) if name != FULL and _is_ablation(Way.parse(name), base)]
     header = ("way", "KL (nats)", "agreement", "KL minus that of ours", "agreement minus that of ours")
     return markdown(header, (_ablation_row(cells, name, base.name) for name in names))
+
+
+def preset_table(cells: Sequence[Cell]) -> str:
+    """The presets as points on the measured curve of ours."""
+    header = ("preset", "way", "KL (nats)", "agreement", "F1, % of full", "charged budget")
+    ways = {name: Way(OURS, share, OUR_REGIME).name for name, share in PRESET_SHARES.items()}
+    measured = common_ways(cells)
+    return markdown(
+        header, ([f"`{name}`", *_mean_row(cells, ways[name])] for name in ways if ways[name] in measured)
+    )
+
+
+def variants_table(cells: Sequence[Cell]) -> str:
+    """Ours at 15 % over the better of two variants of each chunk, against one variant."""
+    header = ("model and set", "pairs", "KL, one variant", "KL, better of two", "difference")
+    several, one = (Way(OURS, _ABLATION_RATIO, regime).name for regime in ("traffic", "single"))
+    with_both = [cell for cell in cells if cell.rows.get(several) and cell.rows.get(one)]
+    return markdown(header, (_variants_row(cell, several, one) for cell in with_both))
 
 
 def tried_table(cells: Sequence[Cell]) -> str:
@@ -166,6 +186,14 @@ def _ablation_row(cells: Sequence[Cell], way: str, base: str) -> list[str]:
     own = [str(estimate(cells, way, kl)), str(estimate(cells, way, agreement))]
     gaps = ["", ""] if way == base else [str(kl_gap), str(agreement_gap)]
     return [f"`{way}`", *own, *gaps]
+
+
+def _variants_row(cell: Cell, several: str, one: str) -> list[str]:
+    gap, num_pairs = paired([cell], several, one, kl)
+    items = cell.rows[several].keys() & cell.rows[one].keys()
+    means = [_mean(cell.rows[way][item].kl for item in items) for way in (one, several)]
+    name = f"{cell.model} on {cell.set_name}"
+    return [name, str(num_pairs), *(f"{mean:.4f}" for mean in means), str(gap)]
 
 
 def _tried_row(cells: Sequence[Cell], name: str, base: str) -> list[str]:

@@ -61,9 +61,6 @@ class Way:
         if self.recomputes_all:
             # Its KV is exact, so vLLM's prefix cache would keep it, and answer the other ways from it.
             options["read_prefix_cache"] = False
-        if self.strategy == "recompute_all" or self.ratio == 1.0:
-            # What is computed in full is exact: vLLM's prefix cache would hand it to the other ways.
-            options["read_prefix_cache"] = False
         return options if self.ratio is None else {**options, "recompute_ratio": self.ratio}
 
     @classmethod

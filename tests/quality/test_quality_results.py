@@ -11,7 +11,7 @@ from benchmarks.quality.models import MODELS
 from benchmarks.quality.report import write_report
 from benchmarks.quality.results import ResultFile, Row, result_files
 from benchmarks.quality.run import Run
-from benchmarks.quality.tables import Cell, common_ways, paired, paired_table, result_table
+from benchmarks.quality.tables import Cell, common_ways, paired, paired_table, result_table, variants_table
 from benchmarks.quality.ways import FULL, Way
 
 from cachecraft_rag.chunks import Chunk
@@ -47,6 +47,15 @@ def fill(results: ResultFile, way: str, kls: list[float]) -> None:
     results.append(
         replace(ROW, item=f"q{i}", position=i, way=way, kl=kl, agree=kl == 0) for i, kl in enumerate(kls)
     )
+
+
+def test_variants_are_compared_where_both_were_measured() -> None:
+    """Items with one variant only do not count; a cell without both has no row."""
+    one = {f"q{i}": replace(ROW, item=f"q{i}", way="focus@0.15/single", kl=0.4) for i in range(2)}
+    two = {f"q{i}": replace(ROW, item=f"q{i}", way="focus@0.15/traffic", kl=0.1) for i in range(3)}
+    cells = [Cell("m", "s", {"focus@0.15/single": one, "focus@0.15/traffic": two}), Cell("m", "t", {})]
+    *_, row = variants_table(cells).splitlines()
+    assert row.startswith("| m on s | 2 | 0.4000 | 0.1000 | -0.3000")
 
 
 def test_rows_come_back_as_they_were_written(results: ResultFile) -> None:
