@@ -62,7 +62,7 @@ lint: venv ## ruff, mypy and the import contracts
 exactness: model ## reuse against full compute: models, dtypes, ways to run the engine
 	$(RUN) -m pytest -m exactness -n $(EXACTNESS_WORKERS) --dist loadgroup tests/exactness $(PYTEST_ARGS)
 
-faults: model ## planted faults and 500 clean requests: does feedback find the ones and leave the others? (minutes)
+faults: model ## planted faults, planted hard questions and 500 clean requests: are the ones found, the others left? (minutes)
 	$(RUN) -m pytest -m slow -s tests/quality_runs $(PYTEST_ARGS)
 
 bench: model ## measure time to first token with and without reuse

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +11,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def figures() -> dict[str, Any]:
-    """One run of the script beside this file, in a process of its own as an engine needs one."""
-    script = Path(__file__).with_name("breaker_cell.py")
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            print(line)
-            result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-            return result
-    raise AssertionError(f"{script.name} died:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+def figures(run_cell: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    return run_cell("breaker_cell.py")
 
 
 def test_clean_traffic_trips_nothing(figures: dict[str, Any]) -> None:
