@@ -29,6 +29,7 @@ _ENGINE_ARGS: dict[str, Any] = {
     "enforce_eager": True,
     "max_model_len": 8192,
     "max_num_batched_tokens": 8192,
+    "kv_cache_memory_bytes": 1 << 30,
     "seed": 0,
 }
 
