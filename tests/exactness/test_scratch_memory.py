@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -40,13 +39,14 @@ def test_nan_in_scratch_memory_never_reaches_an_answer(
 ) -> None:
     result = run_with_nan_left(False)
     assert result["left_nan"]
-    assert result["num_values"] > 0
-    assert result["is_finite"]
+    assert result["num_finite"] == result["num_tries"] > 0
 
 
-@pytest.mark.skipif(os.cpu_count() == 1, reason="one thread divides nothing")
 def test_dividing_a_context_over_threads_would_let_it_through(
     run_with_nan_left: Callable[[bool], dict[str, Any]],
 ) -> None:
     """Why `compat.kernel_environment` forbids it. If this fails, vLLM is mended and it may go."""
-    assert not run_with_nan_left(True)["is_finite"]
+    result = run_with_nan_left(True)
+    if result["num_threads"] == 1:
+        pytest.skip("one thread divides nothing")
+    assert result["num_finite"] < result["num_tries"]
