@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 from benchmarks.quality.items import Item, distinct_chunks, shuffled
-from benchmarks.quality.loss_tables import EVIDENCE, LOSS, NOTHING, OTHERS
+from benchmarks.quality.loss_tables import COMPUTED, EVIDENCE, LOSS, NOTHING, OTHERS
 from benchmarks.quality.measure import Meter
 from benchmarks.quality.models import QaModel
 from benchmarks.quality.ways import Way
 
 from cachecraft_rag import CacheCraftEngine, Chunk
-from cachecraft_rag.chunks import ChunkKey, chunk_key
 
 _IN_PROMPT = "in prompt"
 """Tenant whose chunks were captured in full prefill of their item's prompt."""
@@ -37,21 +36,21 @@ class LossMeter:
 
     def fill(self, items: Sequence[Item]) -> None:
         """Cache the items' chunks behind their neighbours, for each tenant without what it is to compute."""
-        for tenant in (NOTHING, EVIDENCE, OTHERS):
+        for tenant in COMPUTED:
             self.engine.warm(
                 distinct_chunks(items), system=self.model.preamble, tenant=tenant, neighbours=True
             )
         for tenant, pick in ((EVIDENCE, evidence_of), (OTHERS, others_of)):
-            keys = [self._key(tenant, chunk) for item in items for chunk in pick(item)]
+            keys = self._running.chunk_keys(tenant, [chunk for item in items for chunk in pick(item)])
             self.engine._control("drop_chunks", tenant=tenant, keys=keys)
 
     def forget(self) -> None:
-        for tenant in (NOTHING, EVIDENCE, OTHERS, _IN_PROMPT):
+        for tenant in (*COMPUTED, _IN_PROMPT):
             self.engine.purge(tenant)
 
     async def measure(self, item: Item) -> dict[str, Any]:
         """KL by what was computed in full, and the distance of values by layer and role of the chunk."""
-        ways = [Way("naive", None, tenant) for tenant in (NOTHING, EVIDENCE, OTHERS)]
+        ways = [Way("naive", None, tenant) for tenant in COMPUTED]
         rows = await self.meter.measure(item, ways, with_full=False)
         await self.model.ask(
             self.engine, item.chunks, item.question, reuse="off", tenant=_IN_PROMPT, max_tokens=1
@@ -69,7 +68,7 @@ class LossMeter:
 
     def _distances(self, chunks: Sequence[Chunk]) -> list[float]:
         """Mean over the chunks, for each layer."""
-        found = [np.zeros(0), *(self._distance(chunk) for chunk in chunks)][1:]
+        found = [self._distance(chunk) for chunk in chunks]
         return np.mean(found, axis=0).round(5).tolist() if found else []
 
     def _distance(self, chunk: Chunk) -> np.ndarray:
@@ -81,16 +80,15 @@ class LossMeter:
         """float32 (num_layers, num_tokens, num_kv_heads, head_size) of the chunk's newest variant."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        running: Any = self.engine._running
-        core = running._backend._llm.engine_core.engine_core
-        record = core.scheduler.connector.scheduler_side._store.variants(tenant, self._key(tenant, chunk))[0]
+        core = self._running._backend._llm.engine_core.engine_core
+        (key,) = self._running.chunk_keys(tenant, [chunk])
+        record = core.scheduler.connector.scheduler_side._store.variants(tenant, key)[0]
         kv = get_kv_transfer_group().worker_side._records[record.record_id].kv
         return kv[:, 1, : record.num_tokens].float().numpy()
 
-    def _key(self, tenant: str, chunk: Chunk) -> ChunkKey:
-        running: Any = self.engine._running
-        token_ids = running.segment_tokenizer.encode_chunk(chunk.text)
-        return chunk_key(running.tenant_namespace(tenant), token_ids)
+    @property
+    def _running(self) -> Any:
+        return self.engine._running
 
 
 def evidence_of(item: Item) -> list[Chunk]:

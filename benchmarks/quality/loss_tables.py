@@ -14,6 +14,7 @@ from benchmarks.quality.ways import OUR_REGIME, OURS, Way
 
 LOSS = Path(__file__).with_name("loss")
 NOTHING, EVIDENCE, OTHERS = "nothing", "evidence", "others"
+COMPUTED = (NOTHING, EVIDENCE, OTHERS)
 """What is computed in full; each is the tenant where the rest is cached."""
 _NUM_GROUPS = 6
 _WAY = Way(OURS, 0.15, OUR_REGIME).name
@@ -51,7 +52,7 @@ def _question_row(cell: Cell) -> list[str]:
     values = sorted((row.kl for row in rows), reverse=True)
     worst = values[: max(1, len(values) // 10)]
     return [
-        f"{cell.model} on {cell.set_name}",
+        cell.name,
         str(len(rows)),
         f"{fmean(values):.4f}",
         f"{median(values):.4f}",
@@ -63,7 +64,7 @@ def _question_row(cell: Cell) -> list[str]:
 
 
 def _chunk_row(name: str, found: Sequence[dict[str, Any]]) -> list[str]:
-    means = [fmean(one["kl"][tenant] for one in found) for tenant in (NOTHING, EVIDENCE, OTHERS)]
+    means = [fmean(one["kl"][tenant] for one in found) for tenant in COMPUTED]
     return [name, str(len(found)), *(f"{mean:.4f}" for mean in means)]
 
 

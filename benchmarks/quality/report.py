@@ -112,7 +112,7 @@ def _tried() -> Iterator[str]:
 
 def _parts(files: Sequence[ResultFile], cells: Sequence[Cell]) -> Iterator[str]:
     for results, cell in zip(files, cells, strict=True):
-        yield f"## {cell.model} on {cell.set_name}"
+        yield f"## {cell.name}"
         yield f"{len(cell.rows.get(FULL, {}))} items. {_origin(results)}"
         yield result_table(cell)
         yield f"![KL and agreement over the budget](quality/{results.path.stem}.png)"
@@ -127,4 +127,4 @@ def _origin(results: ResultFile) -> str:
 
 
 def _names(cells: Sequence[Cell]) -> str:
-    return ", ".join(f"{cell.model} on {cell.set_name}" for cell in cells)
+    return ", ".join(cell.name for cell in cells)

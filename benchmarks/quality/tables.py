@@ -30,6 +30,10 @@ class Cell:
             rows.setdefault(row.way, {})[row.item] = row
         return cls(results.model, results.set_name, rows)
 
+    @property
+    def name(self) -> str:
+        return f"{self.model} on {self.set_name}"
+
     def way_names(self) -> list[str]:
         """Full prefill, then the ways in the order of strategy, regime and budget."""
         ways = [Way.parse(name) for name in self.rows if name != FULL]
@@ -192,8 +196,7 @@ def _variants_row(cell: Cell, several: str, one: str) -> list[str]:
     gap, num_pairs = paired([cell], several, one, kl)
     items = cell.rows[several].keys() & cell.rows[one].keys()
     means = [_mean(cell.rows[way][item].kl for item in items) for way in (one, several)]
-    name = f"{cell.model} on {cell.set_name}"
-    return [name, str(num_pairs), *(f"{mean:.4f}" for mean in means), str(gap)]
+    return [cell.name, str(num_pairs), *(f"{mean:.4f}" for mean in means), str(gap)]
 
 
 def _tried_row(cells: Sequence[Cell], name: str, base: str) -> list[str]:

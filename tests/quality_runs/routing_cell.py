@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
-from typing import Any
+
+from breaker_cell import NUM_CHUNKS, read
 
 from cachecraft_rag import CacheCraftConfig, CacheCraftEngine, Chunk, default_model
 
-DATA = Path(__file__).parents[2] / "examples" / "data"
 MAX_COMPLEXITY = 0.8
-NUM_CHUNKS = 4
 HARD = (
     "Which of the two rivers that flow through the city where the inventor of the telescope was born is "
     "longer?",
@@ -57,10 +55,6 @@ HARD = (
     "reform that the other passage says was adopted in 1925?",
 )
 """Several hops, comparison, aggregation, negation; all about things that the passages speak of."""
-
-
-def read(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
 
 
 def reasons(engine: CacheCraftEngine, chunks: list[Chunk], questions: list[str]) -> dict[str, int]:

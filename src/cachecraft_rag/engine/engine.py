@@ -8,7 +8,7 @@ import math
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cachecraft_rag.chunks import Chunk, chunk_key
+from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.engine.api import Completion, CompletionDelta, Message
 from cachecraft_rag.engine.calibrate import CalibrationRun
 from cachecraft_rag.engine.calibration import (
@@ -180,8 +180,7 @@ class CacheCraftEngine(EngineLifecycle):
         current, running = check_chunks(chunks), self._started()
         named = [Chunk(chunk.text, doc_id, version) for chunk in current]
         tenant = self._tenant(tenant)
-        namespace, encode = running.tenant_namespace(tenant), running.segment_tokenizer.encode_chunk
-        keys = [chunk_key(namespace, encode(text)) for c in named if (text := c.text.strip())]
+        keys = running.chunk_keys(tenant, named)
         self._known.forget(tenant, doc_id)
         dropped = self._drop("replace", doc_id=doc_id, version=version, tenant=tenant, keys=keys)
         self._known.add(tenant, named)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cachecraft_rag.chunks import PromptLayout
+from cachecraft_rag.chunks import Chunk, ChunkKey, PromptLayout, chunk_key
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine.api import Completion, CompletionDelta, Message, SamplingOptions
 from cachecraft_rag.engine.backend import Backend, BackendRequest
@@ -106,6 +106,11 @@ class RunningEngine:
 
     def tenant_namespace(self, tenant: str) -> str:
         return tenant_namespace(self.namespace, tenant)
+
+    def chunk_keys(self, tenant: str, chunks: Sequence[Chunk]) -> list[ChunkKey]:
+        """Keys of the chunks as they would stand in a prompt; blank ones have none."""
+        namespace, encode = self.tenant_namespace(tenant), self.segment_tokenizer.encode_chunk
+        return [chunk_key(namespace, encode(text)) for chunk in chunks if (text := chunk.text.strip())]
 
     def forget_prefixes(self, tenant: str) -> None:
         """Make what vLLM's own prefix cache holds of `tenant` unreachable: it cannot be searched for
