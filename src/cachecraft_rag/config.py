@@ -26,6 +26,9 @@ PRESET_SHARES: Mapping[str, float] = MappingProxyType(
 )
 """Share of the reused tokens that `focus` recomputes behind a prefix with no overlap, by intent."""
 
+COLD_CODECS = ("raw", "zstd", "int8", "fp8")
+MIN_COLD_BYTES = 1024**2
+
 REUSE_MODES = ("auto", "off", "exact")
 """Besides these, the name of a strategy is a reuse mode too."""
 
@@ -43,6 +46,13 @@ class CacheCraftConfig:
         max_variants_per_chunk: stored KV variants of one text, each behind another prefix.
         host_store_bytes: bytes of host memory for chunk KV over all ranks; None takes a quarter of
             the memory that is free when the engine starts; 0 switches the store off.
+        disk_store_bytes: bytes of disk for chunk KV, kept over restarts; 0 switches the disk tier off.
+        disk_store_dir: its folder; None takes one in the cache folder. Engines may share it.
+        redis_url: a Redis that engines share chunk KV through, `redis://`, `rediss://`, `unix://` or
+            `redis+cluster://`; None for none.
+        redis_store_bytes: bytes of it for chunk KV.
+        cold_codec: how KV is kept on disk and in Redis: `raw`, `zstd` (exact), `int8` or `fp8` (not).
+        cold_wait_s: longest that a request waits for KV from disk or Redis before it is computed.
         num_profile_layers: layers on which attention is profiled at capture, evenly spaced.
         max_known_chunks: chunks remembered for matching by text in later prompts.
         precision_critical: answer every request by full compute.
@@ -69,6 +79,12 @@ class CacheCraftConfig:
     min_chunk_tokens: int = 8
     max_variants_per_chunk: int = 2
     host_store_bytes: int | None = None
+    disk_store_bytes: int = 0
+    disk_store_dir: str | None = None
+    redis_url: str | None = None
+    redis_store_bytes: int = 1024**3
+    cold_codec: str = "raw"
+    cold_wait_s: float = 0.05
     num_profile_layers: int = 4
     max_known_chunks: int = 20_000
     precision_critical: bool = False
@@ -106,8 +122,25 @@ class CacheCraftConfig:
             raise ConfigurationError(
                 f"host_store_bytes is {self.host_store_bytes!r}: use 0 to switch the store off"
             )
+        self._check_cold()
         if not self.default_tenant:
             raise ConfigurationError("default_tenant is empty: it names requests without a tenant")
+
+    def _check_cold(self) -> None:
+        for name in ("disk_store_bytes", "redis_store_bytes"):
+            if 0 != getattr(self, name) < MIN_COLD_BYTES:
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)!r}: at least {MIN_COLD_BYTES}, or 0 for none"
+                )
+        if self.cold_codec not in COLD_CODECS:
+            raise ConfigurationError(
+                f"cold_codec is {self.cold_codec!r}: choose one of {', '.join(COLD_CODECS)}"
+            )
+        if not 0 <= self.cold_wait_s <= 1:
+            raise ConfigurationError(f"cold_wait_s is {self.cold_wait_s!r}: seconds, within [0, 1]")
+        if self.redis_url is not None and "://" not in self.redis_url:
+            # Not shown: it may hold a password.
+            raise ConfigurationError("redis_url is no URL: write redis://host:6379/0")
 
     @property
     def alpha(self) -> float:

@@ -103,7 +103,7 @@ class ChunkReport:
 
     Attributes:
         start: position of its first token in the prompt.
-        tier: where the KV came from: "host", "prefix_cache", or "" when it was computed.
+        tier: where the KV came from: "host", "disk", "redis", "prefix_cache", or "" when it was computed.
         cached_start: position of its first token when its KV was computed, -1 if not reused.
         num_reused_tokens: tokens whose KV was taken over as it was (moved if need be).
         num_recomputed_tokens: cached tokens whose KV was computed again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,7 +17,10 @@ import torch
 from cachecraft_rag.chunks import Span
 from cachecraft_rag.planner.live import Candidate, LiveMethod, LiveSelection
 from cachecraft_rag.planner.selection import positions_of
+from cachecraft_rag.store.cold import ColdStore
 from cachecraft_rag.store.host import HostChunkStore
+from cachecraft_rag.store.tiers import MemoryTier
+from cachecraft_rag.vllm_connector.cold_side import ColdSide, Orphans
 from cachecraft_rag.vllm_connector.compat import KVLayer
 from cachecraft_rag.vllm_connector.live_choice import (
     Choice,
@@ -43,10 +47,14 @@ PASS_TOKENS = 5
 class Scheduler:
     """The part of vLLM's scheduler that drives the connector: one step after another."""
 
-    def __init__(self) -> None:
-        self.store = HostChunkStore(1 << 20, 2)
+    def __init__(self, cold: ColdStore | None = None, executor: Executor | None = None) -> None:
+        orphans = Orphans()
+        self.store = HostChunkStore(1 << 20, 2, orphans.add)
+        self.cold = cold and ColdSide(
+            cold, self.store, 1, 1.0, orphans, lambda: 0.0, lambda _: executor or ThreadPoolExecutor(1)
+        )
         self.side = SchedulerSide(
-            self.store, block_size=BLOCK, bytes_per_token=8, min_chunk_tokens=2, num_ranks=1
+            self.store, block_size=BLOCK, bytes_per_token=8, min_chunk_tokens=2, num_ranks=1, cold=self.cold
         )
         self.evicted: set[int] = set()
         self.side.bind_block_pool(SimpleNamespace(evict_blocks=self.evicted.update))
@@ -103,6 +111,44 @@ class Scheduler:
         message = ControlMessage("c", action, {"tenant": TENANT, **arguments})
         self.side.on_new_request(SimpleNamespace(kv_transfer_params=message.to_params()))
         return dict(self.orders().replies)["c"]
+
+
+class Inline(Executor):
+    """Runs what is submitted at once, or when it is told to."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self._held: list[Callable[[], None]] = []
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._held.append(run)
+        if not self.is_held:
+            self.release()
+        return future
+
+    def release(self) -> None:
+        held, self._held = self._held, []
+        for run in held:
+            run()
+
+
+@pytest.fixture
+def executor() -> Inline:
+    return Inline()
+
+
+@pytest.fixture
+def cold_scheduler(executor: Inline) -> Scheduler:
+    """A scheduler with a cold tier in memory, whose threads run at once or when they are released."""
+    return Scheduler(ColdStore({"disk": MemoryTier(1 << 20)}, "model", 1), executor)
 
 
 @pytest.fixture

@@ -36,9 +36,15 @@ from vllm.v1.executor import Executor
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine.api import KV_TRANSFER_PARAMS, SamplingOptions
 from cachecraft_rag.engine.backend import Backend, BackendOutput, BackendRequest
-from cachecraft_rag.engine.memory import choose_host_store_bytes
+from cachecraft_rag.engine.memory import choose_host_store_bytes, cold_settings
+from cachecraft_rag.engine.namespace import namespace_facts, namespace_of
 from cachecraft_rag.errors import ConfigurationError, EngineError, GenerationError, InvalidRequestError
-from cachecraft_rag.vllm_connector.compat import connector_engine_args, kernel_environment, unsupported_reason
+from cachecraft_rag.vllm_connector.compat import (
+    check_vllm_version,
+    connector_engine_args,
+    kernel_environment,
+    unsupported_reason,
+)
 from cachecraft_rag.vllm_connector.messages import ControlMessage
 
 T = TypeVar("T")
@@ -71,7 +77,9 @@ def make_vllm_config(
         return plain, reason
     os.environ.update(kernel_environment(plain.model_config))
     store_bytes = choose_host_store_bytes(config.host_store_bytes)
-    attached = _engine_args({**arguments, **connector_engine_args(config, store_bytes)})
+    namespace = namespace_of(namespace_facts(plain, check_vllm_version()))
+    attachment = connector_engine_args(config, store_bytes, cold_settings(config, namespace))
+    attached = _engine_args({**arguments, **attachment})
     return attached.create_engine_config(), ""
 
 

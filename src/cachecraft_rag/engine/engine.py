@@ -34,7 +34,7 @@ from cachecraft_rag.engine.router import FullCompute
 from cachecraft_rag.engine.running import RunningEngine
 from cachecraft_rag.engine.self_test import SelfTestResult, load_result, run_self_test, save_result
 from cachecraft_rag.engine.warm import check_count, first_that_fits, run_calls, warm_calls
-from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.errors import CacheCraftError, EngineError
 from cachecraft_rag.events import Reason
 
 if TYPE_CHECKING:
@@ -121,8 +121,13 @@ class CacheCraftEngine(EngineLifecycle):
         return self._astream(_complete_call(prompt, chunks, options))
 
     def prefetch(self, chunks: Sequence[Chunk], *, tenant: str | None = None) -> None:
-        """Remember chunks, so that later prompts are searched for their text. Computes nothing."""
-        self._known.add(self._tenant(tenant), check_chunks(chunks))
+        """Say which chunks are coming: later prompts are searched for their text, and what disk or Redis
+        hold of them is read ahead. Computes nothing and waits for nothing."""
+        tenant, coming = self._tenant(tenant), check_chunks(chunks)
+        self._known.add(tenant, coming)
+        if self._running is not None and self._running.is_attached:
+            keys = self._running.chunk_keys(tenant, coming)
+            self._live.loop.run(self._running.send("prefetch", tenant=tenant, keys=keys))
 
     def warm(
         self,
@@ -204,6 +209,15 @@ class CacheCraftEngine(EngineLifecycle):
             self._running.segment_tokenizer.forget_chunks()
         return self._drop("purge", tenant=tenant)
 
+    def flush(self) -> None:
+        """Write what was cached so far to disk and Redis, as far as they are configured; what it returns
+        after survives a crash.
+
+        Raises:
+            EngineError: a tier failed.
+        """
+        self._control("flush")
+
     def stats(self) -> dict[str, Any]:
         """The store's figures; under "engine" what this engine counted, under "feedback" what its samples
         showed and led to, under "calibration" what its budget was calibrated to, None if it was not."""
@@ -281,6 +295,12 @@ class CacheCraftEngine(EngineLifecycle):
         save_result(running.self_test_key, result)
         _apply(result, running)
         return result
+
+    def _end(self) -> None:
+        try:
+            self.flush()
+        except EngineError as error:
+            logger.warning("closed before all was written: %s", error)
 
     def _test_once(self, running: RunningEngine) -> None:
         if not self._config.self_test or self._config.host_store_bytes == 0 or running.off is not None:

@@ -96,6 +96,8 @@ class EngineLifecycle:
 
     def close(self) -> None:
         """End vLLM and its processes; calls that still run end with EngineClosedError."""
+        if self.is_started:
+            self._end()
         self._is_closed = True
         with self._start_lock:
             self._shut_down()
@@ -134,6 +136,9 @@ class EngineLifecycle:
 
     def _test_once(self, running: RunningEngine) -> None:
         """Called with the start lock held, before any other thread sees the engine."""
+
+    def _end(self) -> None:
+        """The engine is about to be closed."""
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -171,20 +171,39 @@ class RunningEngine:
                         self._note(prepared, delta.completion)
                     yield delta
 
+    def chunk_keys(self, tenant: str, chunks: Sequence[Chunk]) -> list[ChunkKey]:
+        """Keys of the chunks as they would stand in a prompt; blank ones have none."""
+        namespace, encode = self.tenant_namespace(tenant), self.segment_tokenizer.encode_chunk
+        return [chunk_key(namespace, encode(text)) for chunk in chunks if (text := chunk.text.strip())]
+
+    async def send(self, action: str, **arguments: Any) -> None:
+        """Send a command to the scheduler side whose result nobody waits for."""
+        await self._backend.send_control(ControlMessage(_new_id(), action, arguments))
+
     async def control(self, action: str, **arguments: Any) -> Any:
         """Send a command to the scheduler side and wait for its result.
 
         Raises:
             EngineError: it failed, or no answer came in time.
         """
-        message = ControlMessage(_new_id(), action, arguments)
-        await self._backend.send_control(message)
-        reply = await self._poll("cachecraft_take_reply", message.control_id, _CONTROL_DEADLINE_S)
-        if reply is None:
+        end_s, pause_s = time.monotonic() + _CONTROL_DEADLINE_S, 0.0
+        reply = await self._ask(ControlMessage(_new_id(), action, arguments), end_s)
+        while "awaits" in reply and time.monotonic() < end_s:
+            await asyncio.sleep(pause_s)
+            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            awaited = {"control_id": reply["awaits"]}
+            reply = await self._ask(ControlMessage(_new_id(), "await", awaited), end_s)
+        if not reply or "awaits" in reply:
             raise EngineError(f"no answer to {action!r} within {_CONTROL_DEADLINE_S:.0f} s")
         if "error" in reply:
             raise EngineError(f"{action!r} failed: {reply['error']}")
         return reply["result"]
+
+    async def _ask(self, message: ControlMessage, end_s: float) -> Mapping[str, Any]:
+        """The reply to a command; empty if none comes until `end_s`."""
+        await self._backend.send_control(message)
+        left_s = max(0.0, end_s - time.monotonic())
+        return dict(await self._poll("cachecraft_take_reply", message.control_id, left_s) or {})
 
     def _calibrated(self, spec: RequestSpec, options: CallOptions) -> RequestSpec:
         if options.reuse != "auto" or spec.recompute_ratio is not None or self.calibration is None:

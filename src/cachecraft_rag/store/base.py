@@ -87,8 +87,16 @@ class ChunkStore(Protocol):
         """Ready variants, last committed first. Does not count as a use (see `touch`)."""
         ...
 
+    def holds(self, tenant: str, key: ChunkKey) -> bool:
+        """Whether `variants` would find something; not counted as a look-up."""
+        ...
+
     def tier(self, record_id: int) -> str:
         """Name of the tier that holds the payload of a ready or doomed record, else empty."""
+        ...
+
+    def meta(self, record_id: int) -> RecordMeta | None:
+        """What is known of a ready record; None of any other."""
         ...
 
     def next_record_id(self) -> int:

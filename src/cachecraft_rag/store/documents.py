@@ -9,7 +9,7 @@ of a tenant, not with the store, and keeps one number for each invalidated docum
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cachecraft_rag.chunks import ChunkKey, DocumentRef, RecordMeta
@@ -53,6 +53,10 @@ class _Tenant:
                 del self.doc_ids_by_key[key]
                 orphans.append(key)
         return orphans
+
+
+OnOrphaned = Callable[[str, Sequence[ChunkKey]], None]
+"""Told a tenant and the keys that no document of it refers to any more."""
 
 
 class DocumentRegistry:
@@ -147,8 +151,9 @@ class DocumentRegistry:
 class DocumentOperations(ABC):
     """The document half of `ChunkStore`, for stores that say how to drop records."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_orphaned: OnOrphaned | None = None) -> None:
         self._documents = DocumentRegistry()
+        self._on_orphaned = on_orphaned
 
     @abstractmethod
     def _drop_keys(self, tenant: str, keys: Iterable[ChunkKey]) -> int:
@@ -168,10 +173,15 @@ class DocumentOperations(ABC):
         return self._documents.is_current(tenant, document)
 
     def replace(self, tenant: str, doc_id: str, version: str | None, keys: Iterable[ChunkKey]) -> int:
-        return self._drop_keys(tenant, self._documents.replace(tenant, doc_id, version, keys))
+        return self._drop_orphans(tenant, self._documents.replace(tenant, doc_id, version, keys))
 
     def invalidate(self, tenant: str, doc_id: str, version: str | None = None) -> int:
-        return self._drop_keys(tenant, self._documents.invalidate(tenant, doc_id, version))
+        return self._drop_orphans(tenant, self._documents.invalidate(tenant, doc_id, version))
+
+    def _drop_orphans(self, tenant: str, keys: Sequence[ChunkKey]) -> int:
+        if keys and self._on_orphaned is not None:
+            self._on_orphaned(tenant, keys)
+        return self._drop_keys(tenant, keys)
 
     def purge(self, tenant: str) -> int:
         self._documents.purge(tenant)

@@ -14,7 +14,7 @@ from cachecraft_rag.errors import ConfigurationError, StoreError
 from cachecraft_rag.store.audit import audit
 from cachecraft_rag.store.base import Refusal, Reservation, StoreStats, TenantStats
 from cachecraft_rag.store.books import Record, RecordBooks, State
-from cachecraft_rag.store.documents import DocumentOperations
+from cachecraft_rag.store.documents import DocumentOperations, OnOrphaned
 
 TIER = "host"
 
@@ -25,13 +25,16 @@ class HostChunkStore(DocumentOperations):
     Args:
         budget_bytes: never exceeded by reserved, ready and doomed records together.
         max_variants_per_chunk: most prefixes behind which one text is kept, per tenant.
+        on_orphaned: told which texts a change of documents has left without a document.
 
     Raises:
         ConfigurationError: an argument breaks its rule.
     """
 
-    def __init__(self, budget_bytes: int, max_variants_per_chunk: int) -> None:
-        super().__init__()
+    def __init__(
+        self, budget_bytes: int, max_variants_per_chunk: int, on_orphaned: OnOrphaned | None = None
+    ) -> None:
+        super().__init__(on_orphaned)
         if budget_bytes < 0:
             raise ConfigurationError(f"budget_bytes is {budget_bytes!r}: it must not be negative")
         if max_variants_per_chunk < 1:
@@ -51,6 +54,9 @@ class HostChunkStore(DocumentOperations):
         found = tuple(r.meta for r in reversed(siblings) if r.state is State.READY)
         self._num_lookups[bool(found)] += 1
         return found
+
+    def holds(self, tenant: str, key: ChunkKey) -> bool:
+        return any(r.state is State.READY for r in self._books.siblings(tenant, key).values())
 
     def tier(self, record_id: int) -> str:
         return TIER if self._books.find(record_id, State.READY, State.DOOMED) else ""
@@ -74,6 +80,10 @@ class HostChunkStore(DocumentOperations):
         if meta.document is not None:
             self._documents.register(meta.tenant, meta.key, meta.document)
         return Reservation(True)
+
+    def meta(self, record_id: int) -> RecordMeta | None:
+        record = self._books.find(record_id, State.READY)
+        return record.meta if record is not None else None
 
     def commit(self, record_id: int, profile: AttentionProfile | None) -> bool:
         record = self._books.find(record_id, State.RESERVED, State.CANCELLED)

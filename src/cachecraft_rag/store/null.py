@@ -29,6 +29,9 @@ class NullChunkStore(DocumentOperations):
         self._num_misses += 1
         return ()
 
+    def holds(self, tenant: str, key: ChunkKey) -> bool:
+        return False
+
     def tier(self, record_id: int) -> str:
         return ""
 
@@ -40,6 +43,9 @@ class NullChunkStore(DocumentOperations):
         refusal = Refusal.STORE_OFF if fresh else Refusal.STALE_DOCUMENT
         self._num_refusals[refusal.value] += 1
         return Reservation(False, refusal)
+
+    def meta(self, record_id: int) -> RecordMeta | None:
+        return None
 
     def commit(self, record_id: int, profile: AttentionProfile | None) -> bool:
         return False

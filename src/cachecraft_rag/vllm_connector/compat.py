@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.errors import InternalError, UnsupportedVersionError
+from cachecraft_rag.store.cold_settings import ColdSettings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,7 +68,9 @@ def check_vllm_version() -> str:
     )
 
 
-def connector_engine_args(config: CacheCraftConfig, host_store_bytes: int) -> dict[str, Any]:
+def connector_engine_args(
+    config: CacheCraftConfig, host_store_bytes: int, cold: ColdSettings
+) -> dict[str, Any]:
     """vLLM engine arguments that attach the connector and the worker extension."""
     from vllm.config import KVTransferConfig
 
@@ -81,6 +84,7 @@ def connector_engine_args(config: CacheCraftConfig, host_store_bytes: int) -> di
                 "max_variants_per_chunk": config.max_variants_per_chunk,
                 "min_chunk_tokens": config.min_chunk_tokens,
                 "num_profile_layers": config.num_profile_layers,
+                "cold": cold.to_dict(),
             },
         ),
         "worker_extension_cls": WORKER_EXTENSION,
@@ -415,6 +419,13 @@ def agree_on_failures(failed: np.ndarray, tensor_parallel_size: int) -> np.ndarr
     bitmap = torch.from_numpy(failed.astype("int32"))
     dist.all_reduce(bitmap, op=dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
     return bitmap.numpy().astype(bool)
+
+
+def tensor_parallel_rank() -> int:
+    """This worker's rank."""
+    from vllm.distributed import get_tp_group
+
+    return int(get_tp_group().rank_in_group)
 
 
 def sum_over_ranks(own: np.ndarray | None, length: int, tensor_parallel_size: int) -> np.ndarray | None:

@@ -21,9 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cachecraft_rag.store.base import ChunkStore
+from cachecraft_rag.store.cold import ColdStore
+from cachecraft_rag.store.cold_settings import ColdSettings, open_tiers
 from cachecraft_rag.store.host import HostChunkStore
 from cachecraft_rag.store.null import NullChunkStore
 from cachecraft_rag.vllm_connector import compat
+from cachecraft_rag.vllm_connector.cold_io import ColdIO
+from cachecraft_rag.vllm_connector.cold_side import ColdSide, Orphans
 from cachecraft_rag.vllm_connector.scheduler_side import SchedulerSide
 from cachecraft_rag.vllm_connector.steps import StepFacts, StepOrders
 from cachecraft_rag.vllm_connector.worker_side import WorkerSide
@@ -79,15 +83,20 @@ class CacheCraftConnector(KVConnectorBase_V1):
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            orphaned = Orphans()
+            store = _make_store(extra, orphaned)
             self.scheduler_side = SchedulerSide(
-                _make_store(extra),
+                store,
                 block_size=block_size,
                 bytes_per_token=compat.kv_bytes_per_token(vllm_config, kv_cache_config),
                 min_chunk_tokens=extra["min_chunk_tokens"],
                 num_ranks=num_ranks,
+                cold=_make_cold_side(extra, store, num_ranks, orphaned),
             )
         else:
-            self.worker_side = WorkerSide(extra["num_profile_layers"], block_size, num_ranks)
+            self.worker_side = WorkerSide(
+                extra["num_profile_layers"], block_size, num_ranks, _make_cold_io(extra, num_ranks)
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -164,8 +173,26 @@ class CacheCraftConnector(KVConnectorBase_V1):
         return FactsMetadata(facts) if facts is not None else None
 
 
-def _make_store(extra: dict[str, Any]) -> ChunkStore:
+def _make_store(extra: dict[str, Any], orphans: Orphans) -> ChunkStore:
     budget_bytes = extra["host_store_bytes"]
     if not budget_bytes:
         return NullChunkStore()
-    return HostChunkStore(budget_bytes, extra["max_variants_per_chunk"])
+    return HostChunkStore(budget_bytes, extra["max_variants_per_chunk"], orphans.add)
+
+
+def _make_cold_side(
+    extra: dict[str, Any], store: ChunkStore, num_ranks: int, orphans: Orphans
+) -> ColdSide | None:
+    settings = ColdSettings.from_dict(extra["cold"])
+    cold = _open_cold(settings, num_ranks)
+    return ColdSide(cold, store, num_ranks, settings.wait_s, orphans) if cold is not None else None
+
+
+def _make_cold_io(extra: dict[str, Any], num_ranks: int) -> ColdIO | None:
+    cold = _open_cold(ColdSettings.from_dict(extra["cold"]), num_ranks)
+    return ColdIO(cold, compat.tensor_parallel_rank()) if cold is not None else None
+
+
+def _open_cold(settings: ColdSettings, num_ranks: int) -> ColdStore | None:
+    tiers = open_tiers(settings) if settings.has_tiers else {}
+    return ColdStore(tiers, settings.namespace, num_ranks, settings.codec) if tiers else None

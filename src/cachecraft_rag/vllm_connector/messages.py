@@ -135,7 +135,8 @@ class ControlMessage:
     """A command to the scheduler side.
 
     `action` and its arguments: `invalidate` (doc_id, version, tenant), `replace` (doc_id, version,
-    tenant, keys), `drop_chunks` (tenant, keys), `purge` (tenant), `stats` (), `check` ().
+    tenant, keys), `drop_chunks` (tenant, keys), `prefetch` (tenant, keys), `purge` (tenant), `flush` (),
+    `stats` (), `check` (), `await` (control_id of a command that takes longer).
     The answer is a plain dictionary, filed under `control_id` in the workers.
     """
 

@@ -3,7 +3,9 @@ workers have filled them, given up when they never will."""
 
 from __future__ import annotations
 
-from cachecraft_rag.chunks import ChunkKey, RecordMeta, Span
+from collections.abc import Callable
+
+from cachecraft_rag.chunks import AttentionProfile, ChunkKey, RecordMeta, Span
 from cachecraft_rag.events import Reason
 from cachecraft_rag.store.base import ChunkStore
 from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
@@ -22,8 +24,15 @@ worker completed, never will be."""
 class RecordKeeper:
     """Opens records for what requests compute, and sees each of them to its end."""
 
-    def __init__(self, store: ChunkStore, bytes_per_token: int, num_ranks: int) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        bytes_per_token: int,
+        num_ranks: int,
+        on_commit: Callable[[RecordMeta], None] | None = None,
+    ) -> None:
         self._store = store
+        self._on_commit = on_commit
         self._bytes_per_token = bytes_per_token
         self._num_ranks = num_ranks
         self._new: list[NewRecord] = []
@@ -75,12 +84,18 @@ class RecordKeeper:
         for record_id, profile in facts.completed.items():
             self._orphans.pop(record_id, None)
             if facts.num_ranks == self._num_ranks:
-                self._store.commit(record_id, profile)
+                self._commit(record_id, profile)
             else:
                 self._store.abandon(record_id)
         for record_id in facts.broken:
             self._orphans.pop(record_id, None)
             self._store.abandon(record_id)
+
+    def _commit(self, record_id: int, profile: AttentionProfile | None) -> None:
+        is_ready = self._store.commit(record_id, profile)
+        meta = self._store.meta(record_id) if is_ready else None
+        if meta is not None and self._on_commit is not None:
+            self._on_commit(meta)
 
     def tick(self) -> None:
         """One engine step has passed."""

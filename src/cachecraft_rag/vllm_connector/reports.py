@@ -97,7 +97,8 @@ def _chunk_report(
     elif chunk is not None and chunk.record_id in failed:
         decision, reason, tier, chunk = ChunkDecision.COMPUTED, Reason.LOAD_FAILED, "", None
     elif chunk is not None and chunk.record_id is not None:
-        decision, reason, tier = chunk.decision, chunk.reason, TIER_HOST
+        tier = state.tiers.get(chunk.record_id) or TIER_HOST
+        decision, reason = chunk.decision, chunk.reason
     else:
         decision, tier = ChunkDecision.COMPUTED, ""
         reason = planned.reason if planned else (state.full_reason or Reason.NOT_CACHED)

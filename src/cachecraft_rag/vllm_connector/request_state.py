@@ -8,6 +8,7 @@ from typing import Any
 from cachecraft_rag.chunks import Span
 from cachecraft_rag.events import Reason
 from cachecraft_rag.planner.plan import ReusePlan
+from cachecraft_rag.vllm_connector.cold_side import Search
 from cachecraft_rag.vllm_connector.messages import RequestSpec
 from cachecraft_rag.vllm_connector.steps import JobFacts
 
@@ -37,6 +38,8 @@ class RequestState:
         num_stored_tokens: tokens of the reserved records.
         pending: captures whose last token is not computed yet.
         ran_job: whether the plan was executed, as opposed to covered by vLLM's prefix cache.
+        search: what is awaited from the cold tiers; planned once it is None.
+        tiers: cold tier that a record was read from for this request; host memory where there is none.
     """
 
     request: Any
@@ -56,6 +59,8 @@ class RequestState:
     num_stored_tokens: int = 0
     pending: list[PendingCapture] = field(default_factory=list)
     facts: JobFacts | None = None
+    search: Search | None = None
+    tiers: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cachecraft_rag.chunks import ChunkKey, Span
@@ -26,6 +28,7 @@ from cachecraft_rag.planner.limits import refuse
 from cachecraft_rag.planner.plan import PlanRequest
 from cachecraft_rag.store.base import ChunkStore
 from cachecraft_rag.vllm_connector import compat
+from cachecraft_rag.vllm_connector.cold_side import ColdSide, Search
 from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ControlMessage, RequestSpec
 from cachecraft_rag.vllm_connector.orders import capture_targets, make_job, unready_spans
 from cachecraft_rag.vllm_connector.record_keeper import RecordKeeper
@@ -59,16 +62,19 @@ class SchedulerSide:
         bytes_per_token: int,
         min_chunk_tokens: int,
         num_ranks: int,
+        cold: ColdSide | None = None,
     ) -> None:
         self._store = store
         self._block_size = block_size
         self._min_chunk_tokens = min_chunk_tokens
-        self._keeper = RecordKeeper(store, bytes_per_token, num_ranks)
+        self._cold = cold
+        self._keeper = RecordKeeper(store, bytes_per_token, num_ranks, cold.keep if cold else None)
         self._block_pool: Any = None
         self._states: dict[str, RequestState] = {}
         self._by_own_id: dict[str, RequestState] = {}
         self._jobs: list[str] = []
         self._finished: list[RequestState] = []
+        self._awaited: dict[str, _Reply] = {}
         self._replies: list[tuple[str, Mapping[str, Any]]] = []
         self._forget_leads = False
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -82,18 +88,25 @@ class SchedulerSide:
         message = ControlMessage.from_params(request.kv_transfer_params)
         if message is None:
             return
+        if message.action == "await":
+            self._answer(message.control_id, self._awaited.pop(message.arguments["control_id"], None))
+            return
         try:
-            result: Mapping[str, Any] = {"result": self._control(message)}
+            reply = _Reply(message, self._control(message), self._cold_part(message))
         except Exception as error:
             logger.exception("control message %s failed", message.action)
-            result = {"error": f"{message.action} failed: {error}"}
-        self._replies.append((message.control_id, result))
+            self._replies.append((message.control_id, {"error": f"{message.action} failed: {error}"}))
+            return
+        self._answer(message.control_id, reply)
 
-    def look_up(self, request: Any, num_local_tokens: int) -> int:
-        """Tokens beyond vLLM's own prefix hit whose KV this connector will provide."""
+    def look_up(self, request: Any, num_local_tokens: int) -> int | None:
+        """Tokens beyond vLLM's own prefix hit whose KV this connector will provide; None to be asked
+        again, while cold tiers are searched."""
         state = self._states.get(request.request_id)
         if state is None:
             state = self._open(request)
+        if not self._end_search(state):
+            return None
         state.num_local_tokens = num_local_tokens
         promised = state.num_promised_tokens
         plan = state.plan
@@ -143,6 +156,7 @@ class SchedulerSide:
         """Orders of the step just scheduled. A promise that cannot be turned into a job is passed
         on as blocks to fail: the request then fails cleanly and is answered again without reuse."""
         self._keeper.tick()
+        writes, reads = self._cold.take_orders() if self._cold else ((), ())
         jobs, failed_blocks = self._make_jobs(scheduler_output)
         orders = StepOrders(
             new_records=self._keeper.take_new(),
@@ -157,6 +171,8 @@ class SchedulerSide:
             replies=tuple(self._replies),
             failed_blocks=tuple(failed_blocks),
             forget_leads=self._forget_leads,
+            cold_writes=writes,
+            cold_reads=reads,
         )
         for state in self._finished:
             if state.spec is not None:
@@ -166,6 +182,8 @@ class SchedulerSide:
 
     def take_facts(self, facts: StepFacts) -> None:
         self._keeper.take_facts(facts)
+        if self._cold is not None:
+            self._cold.take_facts(facts.cold)
         for own_id, job_facts in facts.jobs.items():
             for record_id in job_facts.failed_records:
                 self._store.discard(record_id)
@@ -227,14 +245,43 @@ class SchedulerSide:
             return state
         self._by_own_id[spec.request_id] = state
         self._counters["num_requests"] += 1
-        try:
+        with self._planning(state):
             self._look_at_documents(state, spec)
-            self._plan(state, spec)
-        except Exception:
-            logger.exception("planning request %s failed", spec.request_id)
-            self._store.unpin(request.request_id)
-            state.plan, state.full_reason = None, Reason.PLAN_FAILED
+            state.search = self._seek(state, spec)
+            if state.search is None:
+                self._plan(state, spec)
         return state
+
+    @contextmanager
+    def _planning(self, state: RequestState) -> Iterator[None]:
+        """A request that cannot be planned is computed in full."""
+        try:
+            yield
+        except Exception:
+            logger.exception("planning request %s failed", state.request.request_id)
+            self._store.unpin(state.request.request_id)
+            state.search, state.plan, state.full_reason = None, None, Reason.PLAN_FAILED
+
+    def _seek(self, state: RequestState, spec: RequestSpec) -> Search | None:
+        """Search the cold tiers for chunks that a plan could use and the host tier does not have."""
+        if self._cold is None or spec.full_reason is not None:
+            return None
+        keys = [ref.key for index, ref in enumerate(spec.chunks) if index not in state.refusals]
+        return self._cold.seek(spec.tenant, keys)
+
+    def _end_search(self, state: RequestState) -> bool:
+        """Whether the request is planned now; False while it had better wait."""
+        if state.search is None or self._cold is None or state.spec is None:
+            return True
+        if self._cold.is_pending(state.search):
+            return False
+        sought, state.search = state.search, None
+        with self._planning(state):
+            self._plan(state, state.spec)
+        for chunk in state.plan.chunks if state.plan else ():
+            if chunk.record_id is not None and (state.spec.tenant, chunk.key) in sought.wanted:
+                state.tiers[chunk.record_id] = self._cold.tier_of(chunk.record_id)
+        return True
 
     def _look_at_documents(self, state: RequestState, spec: RequestSpec) -> None:
         """Note which chunks may not be looked up, and the generations that inserts are held to: what
@@ -294,6 +341,35 @@ class SchedulerSide:
 
     # --- control ------------------------------------------------------------------------------
 
+    def _answer(self, control_id: str, reply: _Reply | None) -> None:
+        """Send a reply, or word that it takes longer: with no request running, vLLM takes no step in which
+        it could be sent later. The driver asks again with `await`."""
+        if reply is None:
+            self._replies.append((control_id, {"error": "no such command is awaited"}))
+        elif reply.is_done:
+            self._replies.append((control_id, reply.to_dict()))
+        else:
+            self._awaited[reply.message.control_id] = reply
+            self._replies.append((control_id, {"awaits": reply.message.control_id}))
+
+    def _cold_part(self, message: ControlMessage) -> Future[Any] | None:
+        """What a command, carried out in the host tier, still has to do in the cold ones."""
+        if self._cold is None:
+            return None
+        args = message.arguments
+        match message.action:
+            case "invalidate" | "replace":
+                return self._cold.drop_orphaned()
+            case "drop_chunks":
+                return self._cold.drop(args["tenant"], [ChunkKey(key) for key in args["keys"]])
+            case "purge":
+                return self._cold.drop_tenant(args["tenant"])
+            case "flush":
+                return self._cold.flush()
+            case "check":
+                return self._cold.check()
+        return None
+
     def _control(self, message: ControlMessage) -> Any:
         args = message.arguments
         store = self._store
@@ -311,8 +387,36 @@ class SchedulerSide:
             case "purge":
                 self._forget_leads = True
                 return store.purge(args["tenant"])
+            case "flush":
+                return None
+            case "prefetch":
+                if self._cold is not None:
+                    self._cold.seek(args["tenant"], [ChunkKey(key) for key in args["keys"]])
+                return None
             case "stats":
-                return {**asdict(store.stats()), **self._counters, "num_running": len(self._states)}
+                cold = {"tiers": self._cold.stats()} if self._cold else {}
+                return {**cold, **asdict(store.stats()), **self._counters, "num_running": len(self._states)}
             case "check":
                 return store.check()
         raise InternalError(f"unknown control action {message.action!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """The answer to a control message, once its part in the cold tiers is done."""
+
+    message: ControlMessage
+    result: Any
+    cold: Future[Any] | None
+
+    @property
+    def is_done(self) -> bool:
+        return self.cold is None or self.cold.done()
+
+    def to_dict(self) -> Mapping[str, Any]:
+        error = self.cold.exception() if self.cold is not None else None
+        if error is not None:
+            return {"error": f"{self.message.action} failed in a cold tier: {error}"}
+        if self.message.action == "check" and self.cold is not None:
+            return {"result": [*self.result, *self.cold.result()]}
+        return {"result": self.result}

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from cachecraft_rag.chunks import AttentionProfile, Span
+from cachecraft_rag.chunks import AttentionProfile, RecordMeta, Span
 from cachecraft_rag.planner.live import LiveSelection
 from cachecraft_rag.planner.plan import Load
+from cachecraft_rag.store.cold import ColdVariant
+from cachecraft_rag.store.record_format import BlobEntry
 
 LEAD_PREFIX = "lead:"
 """Sinks named `lead:<prefix hash>` hold the keys of the text before a prompt's first chunk."""
@@ -97,6 +99,41 @@ class LoadJob:
 
 
 @dataclass(frozen=True, slots=True)
+class ColdRead:
+    """Fill `record_id` from a cold tier."""
+
+    record_id: int
+    variant: ColdVariant
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """One rank's blob of a record; `tiers` is empty if it was not written."""
+
+    entry: BlobEntry | None
+    tiers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPart:
+    """One rank's read of a record; `profile` as it was stored, None if there was none."""
+
+    is_loaded: bool
+    profile: AttentionProfile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ColdFacts:
+    """What one rank's side threads finished, by record id."""
+
+    written: Mapping[int, WrittenPart] = field(default_factory=dict)
+    loaded: Mapping[int, LoadedPart] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.written or self.loaded)
+
+
+@dataclass(frozen=True, slots=True)
 class StepOrders:
     """One step's orders.
 
@@ -105,6 +142,8 @@ class StepOrders:
         reports, replies: answers that the driver will fetch, by request id and control id.
         failed_blocks: promised blocks for which no job could be made.
         forget_leads: drop all lead buffers, whoever's: a tenant was purged.
+        cold_writes: records to be written to the cold tiers.
+        cold_reads: records to be read from them.
     """
 
     new_records: tuple[NewRecord, ...] = ()
@@ -115,6 +154,8 @@ class StepOrders:
     replies: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     failed_blocks: tuple[int, ...] = ()
     forget_leads: bool = False
+    cold_writes: tuple[RecordMeta, ...] = ()
+    cold_reads: tuple[ColdRead, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +187,14 @@ class StepFacts:
     Attributes:
         completed: filled records and what their tokens attended to (None if not measured).
         broken: records that cannot be completed.
+        cold: what each rank's side threads finished, by rank; ranks finish in different steps.
         num_ranks: ranks merged into this value.
     """
 
     completed: Mapping[int, AttentionProfile | None] = field(default_factory=dict)
     broken: frozenset[int] = frozenset()
     jobs: Mapping[str, JobFacts] = field(default_factory=dict)
+    cold: Mapping[int, ColdFacts] = field(default_factory=dict)
     num_ranks: int = 1
 
     def merge(self, other: StepFacts) -> StepFacts:
@@ -167,11 +210,12 @@ class StepFacts:
             },
             broken=self.broken | other.broken | lost,
             jobs=self.jobs or other.jobs,
+            cold={**self.cold, **other.cold},
             num_ranks=sum(weights),
         )
 
     def __bool__(self) -> bool:
-        return bool(self.completed or self.broken or self.jobs)
+        return bool(self.completed or self.broken or self.jobs or self.cold)
 
 
 def _average(

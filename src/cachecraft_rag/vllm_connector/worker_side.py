@@ -21,11 +21,13 @@ from cachecraft_rag.chunks import AttentionProfile, Span
 from cachecraft_rag.errors import InternalError
 from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.capture import CaptureSession, Sink
+from cachecraft_rag.vllm_connector.cold_io import ColdIO
 from cachecraft_rag.vllm_connector.load_jobs import JobRunner, layers_to_probe
 from cachecraft_rag.vllm_connector.profile import LayerInputs, measure_profile
 from cachecraft_rag.vllm_connector.rotary import move_keys, turn_between
 from cachecraft_rag.vllm_connector.steps import (
     CaptureTarget,
+    ColdFacts,
     JobFacts,
     NewRecord,
     StepFacts,
@@ -43,7 +45,14 @@ MAX_ANSWERS = 4096
 class WorkerSide:
     """Records, captures and load jobs of one rank. Used from the worker's own thread only."""
 
-    def __init__(self, num_profile_layers: int, block_size: int, tensor_parallel_size: int) -> None:
+    def __init__(
+        self,
+        num_profile_layers: int,
+        block_size: int,
+        tensor_parallel_size: int,
+        cold: ColdIO | None = None,
+    ) -> None:
+        self._cold = cold
         self._num_profile_layers = num_profile_layers
         self._block_size = block_size
         self._tensor_parallel_size = tensor_parallel_size
@@ -109,12 +118,15 @@ class WorkerSide:
         for record_id in orders.freed:
             self._records.pop(record_id, None)
             self._open.pop(record_id, None)
+            if self._cold is not None:
+                self._cold.forget(record_id)
         if orders.forget_leads:
             self._leads.clear()
         for name, answer in (*orders.reports, *orders.replies):
             self._file_answer(name, answer)
         if self.is_attached:
             self._arm_captures(orders)
+            self._order_cold(orders)
 
     def run_jobs(self) -> None:
         """Run this step's load jobs, each before the forward that attends to its KV."""
@@ -136,7 +148,7 @@ class WorkerSide:
                 completed[record_id] = self._finish(sink)
                 self._records[record_id] = self._open.pop(record_id)
         self._session.disarm()
-        facts = StepFacts(completed, frozenset(self._broken), self._facts)
+        facts = StepFacts(completed, frozenset(self._broken), self._facts, self._take_cold())
         self._facts, self._broken = {}, set()
         return facts if facts else None
 
@@ -154,6 +166,34 @@ class WorkerSide:
             "num_open": len(self._open),
             "num_bytes": sum(sink.kv.nbytes for sink in self._records.values()),
         }
+
+    # --- cold records -------------------------------------------------------------------------
+
+    def _order_cold(self, orders: StepOrders) -> None:
+        if self._cold is None:
+            return
+        for meta in orders.cold_writes:
+            sink = self._records.get(meta.record_id)
+            if sink is not None:
+                self._cold.write(meta, sink.kv)
+            else:  # evicted in the step in which it was completed
+                self._cold.refuse_write(meta)
+        for order in orders.cold_reads:
+            meta = order.variant.meta
+            shape = self._record_shape(len(self._layers), meta.num_tokens + len(meta.separator))
+            self._cold.read(order, shape, self._runner.model_config.dtype)
+
+    def _take_cold(self) -> Mapping[int, ColdFacts]:
+        """Records that were read go on the shelf in the same step in which the scheduler side hears of it."""
+        if self._cold is None:
+            return {}
+        loaded, facts = self._cold.take_done()
+        layers = {index: index for index in range(len(self._layers))}
+        for record_id, (start, kv) in loaded.items():
+            sink = Sink(kv, layers, np.ones(kv.shape[2], dtype=bool))
+            sink.start = start
+            self._records[record_id] = sink
+        return {self._cold.rank: facts} if facts else {}
 
     # --- captures -----------------------------------------------------------------------------
 
@@ -186,10 +226,13 @@ class WorkerSide:
         return sink
 
     def _new_sink(self, num_tokens: int, layers: dict[int, int]) -> Sink:
-        head = self._layers[0]
-        shape = (len(layers), 2, num_tokens, head.num_kv_heads, head.head_size)
+        shape = self._record_shape(len(layers), num_tokens)
         kv = torch.empty(shape, dtype=self._runner.model_config.dtype)
         return Sink(kv, layers, np.zeros(num_tokens, dtype=bool))
+
+    def _record_shape(self, num_layers: int, num_tokens: int) -> tuple[int, ...]:
+        head = self._layers[0]
+        return (num_layers, 2, num_tokens, head.num_kv_heads, head.head_size)
 
     def _sink_of(self, target: CaptureTarget) -> Sink:
         if isinstance(target.sink, int):
