@@ -26,6 +26,7 @@ PRESET_SHARES: Mapping[str, float] = MappingProxyType(
 )
 """Share of the reused tokens that `focus` recomputes behind a prefix with no overlap, by intent."""
 
+EVICTION_POLICIES = ("gdsf", "hybrid", "lfu", "lru", "cachecraft")
 COLD_CODECS = ("raw", "zstd", "int8", "fp8")
 MIN_COLD_BYTES = 1024**2
 
@@ -53,6 +54,9 @@ class CacheCraftConfig:
         redis_store_bytes: bytes of it for chunk KV.
         cold_codec: how KV is kept on disk and in Redis: `raw`, `zstd` (exact), `int8` or `fp8` (not).
         cold_wait_s: longest that a request waits for KV from disk or Redis before it is computed.
+        eviction_policy: what leaves host memory first when it is full, a name of docs/policies.md.
+        has_admission: a chunk asked for once pushes out only chunks that were asked for once.
+        record_ttl_s: seconds after which stored KV is not used any more; None for no limit.
         num_profile_layers: layers on which attention is profiled at capture, evenly spaced.
         max_known_chunks: chunks remembered for matching by text in later prompts.
         precision_critical: answer every request by full compute.
@@ -85,6 +89,9 @@ class CacheCraftConfig:
     redis_store_bytes: int = 1024**3
     cold_codec: str = "raw"
     cold_wait_s: float = 0.05
+    eviction_policy: str = "gdsf"
+    has_admission: bool = True
+    record_ttl_s: float | None = None
     num_profile_layers: int = 4
     max_known_chunks: int = 20_000
     precision_critical: bool = False
@@ -122,11 +129,17 @@ class CacheCraftConfig:
             raise ConfigurationError(
                 f"host_store_bytes is {self.host_store_bytes!r}: use 0 to switch the store off"
             )
-        self._check_cold()
+        self._check_store()
         if not self.default_tenant:
             raise ConfigurationError("default_tenant is empty: it names requests without a tenant")
 
-    def _check_cold(self) -> None:
+    def _check_store(self) -> None:
+        if self.eviction_policy not in EVICTION_POLICIES:
+            raise ConfigurationError(
+                f"eviction_policy is {self.eviction_policy!r}: choose one of {', '.join(EVICTION_POLICIES)}"
+            )
+        if self.record_ttl_s is not None and not self.record_ttl_s > 0:
+            raise ConfigurationError(f"record_ttl_s is {self.record_ttl_s!r}: seconds above 0, or None")
         for name in ("disk_store_bytes", "redis_store_bytes"):
             if 0 != getattr(self, name) < MIN_COLD_BYTES:
                 raise ConfigurationError(

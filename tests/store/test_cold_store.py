@@ -184,3 +184,13 @@ def test_a_drop_that_a_tier_missed_says_so(tiers: dict[str, MemoryTier]) -> None
     cold = cold_over({**tiers, "broken": Broken(1 << 20)})
     with pytest.raises(TierError):
         cold.drop("a", [META.key])
+
+
+def test_variants_expire(tiers: dict[str, MemoryTier]) -> None:
+    """Counted from when they were stored, whoever asks."""
+    keep(ColdStore(tiers, "model", 1, clock=lambda: 100.0))
+    young, old = (
+        ColdStore(tiers, "model", 1, ttl_s=10.0, clock=lambda now=now: now) for now in (109.0, 110.0)
+    )
+    assert len(young.find("a", META.key)) == 1
+    assert old.find("a", META.key) == []

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cachecraft_rag.chunks import ChunkKey, DocumentRef, RecordMeta
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.store import HostChunkStore, Refusal
+from cachecraft_rag.store.policies import POLICIES, with_ttl
 
 
 def meta_of(
-    store: HostChunkStore, key: str, prefix: str = "p", *, size_bytes: int = 10, exact: bool = True
+    store: HostChunkStore,
+    key: str,
+    prefix: str = "p",
+    *,
+    size_bytes: int = 10,
+    exact: bool = True,
+    tenant: str = "a",
 ) -> RecordMeta:
     return RecordMeta(
         record_id=store.next_record_id(),
         key=ChunkKey(key),
-        tenant="a",
+        tenant=tenant,
         num_tokens=4,
         start=0,
         size_bytes=size_bytes,
@@ -48,6 +57,11 @@ def assert_evicted(store: HostChunkStore, *expected: RecordMeta) -> None:
     assert store.stats().num_evictions == len(expected)
 
 
+def lru_store(budget_bytes: int, max_variants: int) -> HostChunkStore:
+    """The least recently used goes first, and everything is admitted: the plainest order to reason about."""
+    return HostChunkStore(budget_bytes, max_variants, policy=POLICIES["lru"], has_admission=False)
+
+
 @pytest.mark.parametrize(("budget_bytes", "max_variants"), [(-1, 2), (10, 0)])
 def test_senseless_limits_are_refused(budget_bytes: int, max_variants: int) -> None:
     """A store that could hold nothing by mistake is a configuration error."""
@@ -57,7 +71,7 @@ def test_senseless_limits_are_refused(budget_bytes: int, max_variants: int) -> N
 
 def test_the_budget_is_used_to_the_last_byte() -> None:
     """Records that add up to the budget all fit, one byte more evicts."""
-    store = HostChunkStore(30, 2)
+    store = lru_store(30, 2)
     first, second, third = (put(store, key) for key in "xyz")
     assert_holds(store, first, second, third)
     small = put(store, "w", size_bytes=1)
@@ -67,7 +81,7 @@ def test_the_budget_is_used_to_the_last_byte() -> None:
 
 def test_a_record_as_large_as_the_budget_takes_all_of_it() -> None:
     """Every other record gives way, but nothing gives way to a record that can never fit."""
-    store = HostChunkStore(30, 2)
+    store = lru_store(30, 2)
     old = [put(store, key) for key in "xyz"]
     assert_refused(store, meta_of(store, "big", size_bytes=31), Refusal.TOO_LARGE)
     assert_holds(store, *old)
@@ -78,14 +92,14 @@ def test_a_record_as_large_as_the_budget_takes_all_of_it() -> None:
 
 def test_reservations_count_against_the_budget() -> None:
     """Payload on its way is memory already: it is neither given twice nor evicted."""
-    store = HostChunkStore(30, 2)
+    store = lru_store(30, 2)
     assert store.reserve(meta_of(store, "x", size_bytes=25)).accepted
     assert_refused(store, meta_of(store, "y"), Refusal.NO_ROOM)
 
 
 def test_doomed_records_count_against_the_budget() -> None:
     """An invalidated record that a request still reads holds its bytes until the unpin."""
-    store = HostChunkStore(10, 2)
+    store = lru_store(10, 2)
     old = put(store, "x")
     store.register("a", old.key, DocumentRef("doc"))
     store.pin(old.record_id, "request")
@@ -95,20 +109,80 @@ def test_doomed_records_count_against_the_budget() -> None:
     assert_holds(store, put(store, "y"))
 
 
-def test_touch_decides_who_is_evicted_and_lookups_do_not() -> None:
+def test_use_decides_who_is_evicted_and_lookups_do_not() -> None:
     """Only a use is a use: being looked at keeps nobody alive."""
-    store = HostChunkStore(20, 2)
+    store = lru_store(20, 2)
     first, second = put(store, "x"), put(store, "y")
-    store.touch(first.record_id)
+    store.pin(first.record_id, "request")
+    store.unpin("request")
     store.variants("a", second.key)
     third = put(store, "z")
     assert_holds(store, first, third)
     assert_evicted(store, second)
 
 
+def test_what_is_used_often_outlives_what_was_used_last() -> None:
+    """The default policy weighs uses: which chunk was used last says less about what is asked for next."""
+    store = HostChunkStore(20, 2, has_admission=False)
+    often, once = put(store, "x"), put(store, "y")
+    for owner in ("r1", "r2"):
+        store.pin(often.record_id, owner)
+        store.unpin(owner)
+    store.pin(once.record_id, "r3")
+    store.unpin("r3")
+    third = put(store, "z")
+    assert_holds(store, often, third)
+    assert_evicted(store, once)
+
+
+def test_text_asked_for_once_does_not_push_out_what_is_asked_for_often() -> None:
+    """The second request gets it in."""
+    store = HostChunkStore(10, 2)
+    hot, new = put(store, "x"), ChunkKey("y")
+    for _ in range(2):
+        store.variants("a", hot.key)
+    store.variants("a", new)
+    assert_refused(store, meta_of(store, "y"), Refusal.NOT_ADMITTED)
+    assert_holds(store, hot)
+    store.variants("a", new)
+    assert_holds(store, put(store, "y"))
+
+
+def test_purge_forgets_how_often_a_tenant_asked() -> None:
+    """What is known of one tenant's requests is gone with it; another's chunk is then new again."""
+    store = HostChunkStore(10, 2)
+    hot = put(store, "x")
+    for key in (hot.key, hot.key):
+        store.variants("a", key)
+    for _ in range(2):
+        store.variants("b", ChunkKey("y"))
+    store.purge("b")
+    store.variants("b", ChunkKey("y"))
+    meta = replace(meta_of(store, "y", tenant="b"), generation=store.generation("b", None))
+    assert_refused(store, meta, Refusal.NOT_ADMITTED)
+
+
+def test_records_expire() -> None:
+    """After its time a record serves nobody, pinned or not, and is gone when nobody reads it any more."""
+    now_s = 0.0
+    policy = with_ttl(POLICIES["lru"], 10.0)
+    store = HostChunkStore(100, 2, policy=policy, clock=lambda: now_s)
+    read, idle = put(store, "x"), put(store, "y")
+    store.pin(read.record_id, "request")
+    now_s = 9.9
+    assert store.holds("a", read.key) and store.holds("a", idle.key)
+    now_s = 10.0
+    assert store.variants("a", read.key) == store.variants("a", idle.key) == ()
+    assert store.drain_freed() == (idle.record_id,)
+    store.unpin("request")
+    assert store.variants("a", read.key) == ()
+    assert store.drain_freed() == (read.record_id,)
+    assert store.check() == []
+
+
 def test_pinned_records_are_passed_over() -> None:
     """The oldest record stays while it is pinned, and a refusal evicts nothing."""
-    store = HostChunkStore(20, 2)
+    store = lru_store(20, 2)
     first, second = put(store, "x"), put(store, "y")
     store.pin(first.record_id, "request")
     assert_refused(store, meta_of(store, "w", size_bytes=11), Refusal.NO_ROOM)
@@ -120,7 +194,7 @@ def test_pinned_records_are_passed_over() -> None:
 
 def test_a_pin_counts_as_a_use_until_it_ends() -> None:
     """A record that was just read is the last to be evicted."""
-    store = HostChunkStore(20, 2)
+    store = lru_store(20, 2)
     first, second = put(store, "x"), put(store, "y")
     store.pin(first.record_id, "request")
     store.unpin("request")
@@ -135,7 +209,7 @@ def test_a_second_variant_behind_the_same_prefix_is_refused(
     old_exact: bool, new_exact: bool, committed: bool
 ) -> None:
     """It would hold the same KV, or worse KV, whether the first is ready or on its way."""
-    store = HostChunkStore(100, 2)
+    store = lru_store(100, 2)
     old = meta_of(store, "x", exact=old_exact)
     store.reserve(old)
     if committed:
@@ -145,7 +219,7 @@ def test_a_second_variant_behind_the_same_prefix_is_refused(
 
 def test_an_exact_variant_replaces_an_inexact_one_when_it_is_committed() -> None:
     """The old one serves until the new one is complete; no third one joins meanwhile."""
-    store = HostChunkStore(100, 1)
+    store = lru_store(100, 1)
     old, new = put(store, "x", exact=False), meta_of(store, "x")
     assert store.reserve(new).accepted
     assert_holds(store, old)
@@ -157,7 +231,7 @@ def test_an_exact_variant_replaces_an_inexact_one_when_it_is_committed() -> None
 
 def test_an_abandoned_replacement_leaves_the_old_variant() -> None:
     """Nothing is lost when the better variant does not come."""
-    store = HostChunkStore(100, 1)
+    store = lru_store(100, 1)
     old, new = put(store, "x", exact=False), meta_of(store, "x")
     store.reserve(new)
     store.abandon(new.record_id)
@@ -166,7 +240,7 @@ def test_an_abandoned_replacement_leaves_the_old_variant() -> None:
 
 def test_a_replaced_reservation_is_not_committed() -> None:
     """An inexact payload that arrives after its better is dropped."""
-    store = HostChunkStore(100, 2)
+    store = lru_store(100, 2)
     old, new = meta_of(store, "x", exact=False), meta_of(store, "x")
     assert store.reserve(old).accepted
     assert store.reserve(new).accepted
@@ -178,7 +252,7 @@ def test_a_replaced_reservation_is_not_committed() -> None:
 
 def test_a_pinned_variant_that_is_replaced_stays_until_it_is_unpinned() -> None:
     """A request may finish on the inexact payload that it planned with."""
-    store = HostChunkStore(100, 1)
+    store = lru_store(100, 1)
     old = put(store, "x", exact=False)
     store.pin(old.record_id, "request")
     new = put(store, "x")
@@ -190,7 +264,7 @@ def test_a_pinned_variant_that_is_replaced_stays_until_it_is_unpinned() -> None:
 
 def test_variants_beyond_the_limit_are_refused() -> None:
     """Reserved variants count; other chunks do not."""
-    store = HostChunkStore(100, 2)
+    store = lru_store(100, 2)
     first = put(store, "x", "p1")
     assert store.reserve(meta_of(store, "x", "p2")).accepted
     assert_refused(store, meta_of(store, "x", "p3"), Refusal.VARIANT_LIMIT)
@@ -199,7 +273,7 @@ def test_variants_beyond_the_limit_are_refused() -> None:
 
 def test_at_the_limit_an_exact_variant_evicts_the_oldest_inexact_one() -> None:
     """Exact KV is worth more; an inexact newcomer gets nothing."""
-    store = HostChunkStore(100, 2)
+    store = lru_store(100, 2)
     first, second = put(store, "x", "p1", exact=False), put(store, "x", "p2", exact=False)
     assert_refused(store, meta_of(store, "x", "p3", exact=False), Refusal.VARIANT_LIMIT)
     third = put(store, "x", "p3")
@@ -209,7 +283,7 @@ def test_at_the_limit_an_exact_variant_evicts_the_oldest_inexact_one() -> None:
 
 def test_at_the_limit_a_pinned_inexact_variant_does_not_give_way() -> None:
     """Nor does one whose replacement is on its way: its prefix would stay occupied."""
-    store = HostChunkStore(100, 1)
+    store = lru_store(100, 1)
     old = put(store, "x", "p1", exact=False)
     store.pin(old.record_id, "request")
     assert_refused(store, meta_of(store, "x", "p2"), Refusal.VARIANT_LIMIT)
@@ -221,7 +295,7 @@ def test_at_the_limit_a_pinned_inexact_variant_does_not_give_way() -> None:
 
 def test_stats_add_up() -> None:
     """Each figure speaks of its own state, and bytes of all states together."""
-    store = HostChunkStore(100, 2)
+    store = lru_store(100, 2)
     ready, doomed = put(store, "x"), put(store, "y", size_bytes=20)
     store.reserve(meta_of(store, "z", size_bytes=30))
     store.pin(ready.record_id, "request")

@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 from cachecraft_rag.chunks import ChunkKey, DocumentRef, RecordMeta
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store import HostChunkStore, Refusal
+from cachecraft_rag.store.policies import POLICIES
 
 BUDGET_BYTES = 20
 MAX_VARIANTS = 2
@@ -173,7 +174,7 @@ class HostStoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = HostChunkStore(BUDGET_BYTES, MAX_VARIANTS)
+        self.store = HostChunkStore(BUDGET_BYTES, MAX_VARIANTS, policy=POLICIES["lru"], has_admission=False)
         self.model = Model()
         self.stamps: dict[int, tuple[int, int]] = {}
         self.accepted: list[int] = []
@@ -260,13 +261,6 @@ class HostStoreMachine(RuleBasedStateMachine):
         if held and held.ready and held.indexed:
             self.model.drop(held)
 
-    @rule(meta=plans)
-    def touch(self, meta: RecordMeta) -> None:
-        self.store.touch(meta.record_id)
-        held = self.model.get(meta.record_id)
-        if held and held.ready and held.indexed:
-            self.model.use(held)
-
     @rule(meta=plans, owner=owners)
     def pin(self, meta: RecordMeta, owner: str) -> None:
         held = self.model.get(meta.record_id)
@@ -289,10 +283,10 @@ class HostStoreMachine(RuleBasedStateMachine):
             held = self.model.get(record_id)
             assert held is not None
             held.owners.remove(owner)
-            if not held.owners and not held.indexed:
-                self.model.free(held)
-            elif not held.owners:
+            if held.indexed:
                 self.model.use(held)
+            elif not held.owners:
+                self.model.free(held)
 
     @rule(tenant=tenants, key=keys, document=documents)
     def register(self, tenant: str, key: ChunkKey, document: DocumentRef) -> None:

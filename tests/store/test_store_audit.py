@@ -10,17 +10,18 @@ from cachecraft_rag.chunks import ChunkKey, DocumentRef, RecordMeta
 from cachecraft_rag.store.audit import audit
 from cachecraft_rag.store.books import RecordBooks, State
 from cachecraft_rag.store.documents import DocumentRegistry
+from cachecraft_rag.store.policies import POLICIES
 
 
 def sound_books() -> RecordBooks:
     """A ready record (0), a pinned one (1), a doomed one (2) and a reserved one (3)."""
-    books = RecordBooks()
+    books = RecordBooks(POLICIES["lru"], lambda: 0.0)
     for record_id, key in enumerate("xyzw"):
         books.insert(RecordMeta(record_id, ChunkKey(key), "a", 4, 0, 10, "p"))
     for record_id in range(3):
         books.make_ready(books.records[record_id], None)
-    books.pin(books.records[1], "request")
-    books.pin(books.records[2], "request")
+    books.pin(books.records[1], "request", 1.0)
+    books.pin(books.records[2], "request", 1.0)
     books.leave_index(books.records[2])
     return books
 
@@ -61,9 +62,10 @@ DAMAGE: dict[str, Callable[[RecordBooks], object]] = {
     "two variants behind one prefix": _twin,
     "more than 2 variants": _extra_variants,
     "owners hold pins": lambda b: b.num_pins.update([1]),
-    "pins refer to ids that hold no payload": lambda b: b.pinned_by["request"].update({77: None}),
+    "pins refer to ids that hold no payload": lambda b: b.pinned_by["request"].update({77: 1.0}),
     "nobody pins it": _orphan_doomed,
-    "eviction queue and records differ": lambda b: b.evictable.pop(0),
+    "eviction queue and records differ": lambda b: b.evictable.remove(0),
+    "kept scores": lambda b: b.scores.pop(1),
 }
 
 

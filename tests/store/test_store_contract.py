@@ -110,7 +110,6 @@ def test_late_reports_about_unknown_records_are_ignored(any_store: ChunkStore) -
     assert any_store.commit(99, None) is False
     any_store.abandon(99)
     any_store.discard(99)
-    any_store.touch(99)
     any_store.unpin("nobody")
     assert any_store.tier(99) == ""
     assert_freed(any_store)

@@ -39,6 +39,7 @@ def cold_settings(config: CacheCraftConfig, namespace: str) -> ColdSettings:
         redis_url=config.redis_url or "",
         redis_bytes=config.redis_store_bytes,
         codec=config.cold_codec,
+        ttl_s=config.record_ttl_s,
         wait_s=config.cold_wait_s,
     )
 

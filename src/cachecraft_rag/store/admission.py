@@ -7,8 +7,8 @@ TinyLFU (Einziger et al., "TinyLFU: A Highly Efficient Cache Admission Policy", 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import Final
+from collections.abc import Callable, Hashable, Iterable
+from typing import Final, Generic, TypeVar
 
 from cachecraft_rag.errors import ConfigurationError
 
@@ -30,7 +30,10 @@ def admits(candidate: int, victims: Iterable[int]) -> bool:
     return candidate > 1 or all(num_requests <= 1 for num_requests in victims)
 
 
-class FrequencyMemory:
+K = TypeVar("K", bound=Hashable)
+
+
+class FrequencyMemory(Generic[K]):
     """How often each key was asked for lately: in the last `window` requests, or at least in half of them.
 
     Two generations of counts, each of half a window; when the younger is full the older is forgotten
@@ -46,24 +49,25 @@ class FrequencyMemory:
             raise ConfigurationError(f"window is {window!r}: it must be at least 2 requests")
         self._generation_size = window // 2
         self._num_counted = 0
-        self._young: dict[Hashable, int] = {}
-        self._old: dict[Hashable, int] = {}
+        self._young: dict[K, int] = {}
+        self._old: dict[K, int] = {}
 
     def __len__(self) -> int:
         """Number of keys remembered, at most `window`."""
         return len(self._young.keys() | self._old.keys())
 
-    def record(self, key: Hashable) -> None:
+    def record(self, key: K) -> None:
         """Count one request for `key`."""
         if self._num_counted == self._generation_size:
             self._old, self._young, self._num_counted = self._young, {}, 0
         self._young[key] = self._young.get(key, 0) + 1
         self._num_counted += 1
 
-    def num_requests(self, key: Hashable) -> int:
+    def num_requests(self, key: K) -> int:
         return self._young.get(key, 0) + self._old.get(key, 0)
 
-    def forget(self, key: Hashable) -> None:
-        """Leave no trace of `key`, as a purge must."""
-        self._young.pop(key, None)
-        self._old.pop(key, None)
+    def forget_all(self, is_meant: Callable[[K], bool]) -> None:
+        """Leave no trace of some keys, as a purge must. O(keys)."""
+        for counts in (self._young, self._old):
+            for key in [key for key in counts if is_meant(key)]:
+                del counts[key]

@@ -81,8 +81,11 @@ def _pins(books: RecordBooks) -> Iterator[str]:
 def _queue(books: RecordBooks) -> Iterator[str]:
     records = books.records.items()
     free = {i for i, r in records if r.state is State.READY and i not in books.num_pins}
-    if free != books.evictable.keys():
-        yield f"eviction queue and records differ by ids {sorted(free ^ books.evictable.keys())}"
+    if free != set(books.evictable):
+        yield f"eviction queue and records differ by ids {sorted(free ^ set(books.evictable))}"
+    held = {i for i, r in records if r.state is State.READY and i in books.num_pins}
+    if not held <= books.scores.keys() <= books.num_pins.keys():
+        yield f"pinned records {sorted(held)} and kept scores {sorted(books.scores)} differ"
     free_bytes = sum(books.records[i].meta.size_bytes for i in free)
     if free_bytes != books.evictable_bytes:
         yield f"{free_bytes} bytes can be evicted, the books say {books.evictable_bytes}"

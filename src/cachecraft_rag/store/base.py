@@ -23,6 +23,8 @@ class Refusal(enum.StrEnum):
     """It is larger than the whole budget."""
     NO_ROOM = "no_room"
     """Too much of the budget is pinned, reserved or doomed."""
+    NOT_ADMITTED = "not_admitted"
+    """It was asked for once, and what would have to go was asked for more often."""
     STORE_OFF = "store_off"
     """The store is switched off."""
 
@@ -84,7 +86,7 @@ class ChunkStore(Protocol):
     """
 
     def variants(self, tenant: str, key: ChunkKey) -> tuple[RecordMeta, ...]:
-        """Ready variants, last committed first. Does not count as a use (see `touch`)."""
+        """Ready variants, last committed first. Counts as a request for the chunk, not as a use of any."""
         ...
 
     def holds(self, tenant: str, key: ChunkKey) -> bool:
@@ -104,7 +106,7 @@ class ChunkStore(Protocol):
         ...
 
     def reserve(self, meta: RecordMeta) -> Reservation:
-        """Take `meta.size_bytes` from the budget, evicting least-recently-used records if needed.
+        """Take `meta.size_bytes` from the budget, evicting records by the store's policy if needed.
 
         Pinned records are never evicted, and a refusal evicts nothing. An accepted record also
         registers its document. See `Refusal` for when a record is refused; two cases give way to
@@ -134,12 +136,10 @@ class ChunkStore(Protocol):
         """A ready record is missing or damaged in a worker: out of the index. Other ids are ignored."""
         ...
 
-    def touch(self, record_id: int) -> None:
-        """Mark a ready record as used now. Other ids are ignored."""
-        ...
-
-    def pin(self, record_id: int, owner: str) -> None:
+    def pin(self, record_id: int, owner: str, cfo: float = 1.0) -> None:
         """Keep a ready record's payload until `unpin(owner)`; repeating it changes nothing.
+
+        `cfo` is the share of its tokens that the owner recomputes (Cache-Craft eq. 12).
 
         A pinned record that leaves the index is doomed: not found any more, but its payload and
         its bytes stay until the last unpin.
@@ -150,7 +150,7 @@ class ChunkStore(Protocol):
         ...
 
     def unpin(self, owner: str) -> None:
-        """Release all pins of a request; records it held last count as used now. Idempotent."""
+        """Release all pins of a request; each counts as one use of its record, now. Idempotent."""
         ...
 
     def drain_freed(self) -> tuple[int, ...]:

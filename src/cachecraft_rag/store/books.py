@@ -1,4 +1,4 @@
-"""Record keeping of one tier: states, index, bytes, pins and the eviction queue. No policy.
+"""Record keeping of one tier: states, index, bytes, pins and the eviction queue.
 
     insert ──► RESERVED ──make_ready──► READY ──leave_index──► freed, or DOOMED while pinned
                    └─────leave_index──► CANCELLED ──free──► freed
@@ -9,11 +9,16 @@ Freed ids wait in `freed` until they are drained to the workers.
 from __future__ import annotations
 
 import enum
-from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from cachecraft_rag.chunks import AttentionProfile, ChunkKey, RecordMeta
+from cachecraft_rag.store.eviction import EvictionQueue
+from cachecraft_rag.store.policies import Policy, Score
+
+ATTENTION_BALANCE_TOKENS = 27_000
+"""Context at which attention costs as much as the weights, for 32 layers of width 4,096."""
 
 
 class State(enum.Enum):
@@ -49,17 +54,20 @@ class RecordBooks:
     Attributes:
         records: by id, in all states.
         index: reserved and ready records by tenant and key; ready ones in order of commit.
-        evictable: ready and unpinned ids, least recently used first, so the head is the victim.
-        pinned_by: ids pinned by each owner.
+        evictable: ready and unpinned ids, in the order of the policy.
+        scores: what the policy knows of pinned ids, which are not in the queue.
+        pinned_by: ids pinned by each owner, and the share of tokens it recomputes (CFO).
         num_pins: number of owners for each pinned id.
         freed: ids that left `records` since the last drain.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.records: dict[int, Record] = {}
         self.index: dict[str, dict[ChunkKey, dict[int, Record]]] = {}
-        self.evictable: OrderedDict[int, None] = OrderedDict()
-        self.pinned_by: dict[str, dict[int, None]] = {}
+        self.evictable = EvictionQueue(policy)
+        self.scores: dict[int, Score] = {}
+        self.pinned_by: dict[str, dict[int, float]] = {}
         self.num_pins: Counter[int] = Counter()
         self.freed: dict[int, None] = {}
         self.num_in_state: Counter[State] = Counter()
@@ -89,7 +97,8 @@ class RecordBooks:
         siblings = self.index[record.meta.tenant][record.meta.key]
         siblings[record.meta.record_id] = siblings.pop(record.meta.record_id)
         self._set_state(record, State.READY)
-        self._enqueue(record)
+        self._use(record, 1.0)
+        self.evictable_bytes += record.meta.size_bytes
 
     def leave_index(self, record: Record) -> bool:
         """Make a reserved or ready record unfindable, and free it if nothing holds its payload.
@@ -104,9 +113,17 @@ class RecordBooks:
         elif record.meta.record_id in self.num_pins:
             self._set_state(record, State.DOOMED)
         else:
-            self._dequeue(record)
+            self.evictable.remove(record.meta.record_id)
+            self.evictable_bytes -= record.meta.size_bytes
             self.free(record)
         return was_ready
+
+    def evict(self, record: Record) -> None:
+        """`leave_index` of an unpinned ready record that gives way to another."""
+        self._unindex(record.meta)
+        self.evictable.evict(record.meta.record_id)
+        self.evictable_bytes -= record.meta.size_bytes
+        self.free(record)
 
     def free(self, record: Record) -> None:
         """Forget a record that is out of the index; its payload is the workers' to free."""
@@ -120,32 +137,32 @@ class RecordBooks:
         if not usage.num_bytes:
             del self.usage[meta.tenant]
 
-    def touch(self, record_id: int) -> None:
-        # A pinned record is not in the queue: it joins at the recent end when it is unpinned.
-        if record_id in self.evictable:
-            self.evictable.move_to_end(record_id)
-
-    def pin(self, record: Record, owner: str) -> None:
+    def pin(self, record: Record, owner: str, cfo: float) -> None:
         record_id = record.meta.record_id
         owned = self.pinned_by.setdefault(owner, {})
         if record_id in owned:
             return
-        owned[record_id] = None
+        owned[record_id] = cfo
         if record_id not in self.num_pins:
-            self._dequeue(record)
+            self._hold(record)
         self.num_pins[record_id] += 1
 
     def unpin(self, owner: str) -> None:
-        for record_id in self.pinned_by.pop(owner, {}):
+        """Each pin of the owner was one use of its record."""
+        for record_id, cfo in self.pinned_by.pop(owner, {}).items():
             self.num_pins[record_id] -= 1
-            if self.num_pins[record_id]:
-                continue
-            del self.num_pins[record_id]
+            is_pinned = self.num_pins[record_id] > 0
+            if not is_pinned:
+                del self.num_pins[record_id]
             record = self.records[record_id]
-            if record.state is State.DOOMED:
+            if record.state is State.READY:
+                self._release(record)
+                self._use(record, cfo)
+                if is_pinned:
+                    self._hold(record)
+            elif not is_pinned:
+                self.scores.pop(record_id, None)
                 self.free(record)
-            else:
-                self._enqueue(record)
 
     def drain_freed(self) -> tuple[int, ...]:
         freed = tuple(self.freed)
@@ -160,13 +177,26 @@ class RecordBooks:
         if not by_key:
             del self.index[meta.tenant]
 
-    def _enqueue(self, record: Record) -> None:
-        self.evictable[record.meta.record_id] = None
+    def _hold(self, record: Record) -> None:
+        """Out of the queue while it is pinned."""
+        score = self.evictable.remove(record.meta.record_id)
+        assert score is not None
+        self.scores[record.meta.record_id] = score
+        self.evictable_bytes -= record.meta.size_bytes
+
+    def _release(self, record: Record) -> None:
+        self.evictable.restore(record.meta.record_id, self.scores.pop(record.meta.record_id))
         self.evictable_bytes += record.meta.size_bytes
 
-    def _dequeue(self, record: Record) -> None:
-        del self.evictable[record.meta.record_id]
-        self.evictable_bytes -= record.meta.size_bytes
+    def _use(self, record: Record, cfo: float) -> None:
+        meta = record.meta
+        self.evictable.use(
+            meta.record_id,
+            now_s=self._clock(),
+            size_bytes=meta.size_bytes,
+            cost=_compute_cost(meta),
+            cfo=cfo,
+        )
 
     def _set_state(self, record: Record, state: State) -> None:
         self._count(record, -1)
@@ -177,3 +207,10 @@ class RecordBooks:
         self.num_in_state[record.state] += change
         if record.state is State.READY:
             self.usage[record.meta.tenant].num_ready += change
+
+
+def _compute_cost(meta: RecordMeta) -> float:
+    """Work of computing the record where it stood, in tokens of a short prompt: each token attends to all
+    before it, so late chunks cost more."""
+    middle = meta.start + meta.num_tokens / 2
+    return meta.num_tokens * (1.0 + middle / ATTENTION_BALANCE_TOKENS)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,11 +71,21 @@ class ColdStore:
         tiers: by name, the fastest first; each answers faults by itself (`GuardedTier`).
         namespace: fingerprint of the model and of its KV's layout.
         num_ranks: tensor-parallel size; other sizes' blobs are not found.
+        ttl_s: seconds after which a variant is not found any more.
+        clock: seconds that all processes agree on.
     """
 
     def __init__(
-        self, tiers: Mapping[str, BlobTier], namespace: str, num_ranks: int, codec: str = "raw"
+        self,
+        tiers: Mapping[str, BlobTier],
+        namespace: str,
+        num_ranks: int,
+        codec: str = "raw",
+        ttl_s: float | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        self._ttl_s = math.inf if ttl_s is None else ttl_s
+        self._clock = clock
         self._tiers = dict(tiers)
         # The number of ranks is in the manifest's name too: two sizes must not write over each other.
         self._namespace = _digest(f"{namespace} {num_ranks}")
@@ -140,7 +152,10 @@ class ColdStore:
         # What a lossy codec gives back is not the KV that was computed.
         kept = replace(meta, prefix_is_exact=meta.prefix_is_exact and self._is_exact)
         manifest = Manifest(
-            variant=name, num_tokens=meta.num_tokens, blobs=tuple(blobs), meta=_facts_of(kept)
+            variant=name,
+            num_tokens=meta.num_tokens,
+            blobs=tuple(blobs),
+            meta={**_facts_of(kept), "stored_s": self._clock()},
         )
         blob = encode_manifest(manifest)
         for tier_name in tier_names:
@@ -197,6 +212,8 @@ class ColdStore:
             return None
         try:
             manifest = decode_manifest(blob, name, self._num_ranks)
+            if self._clock() - float(manifest.meta["stored_s"]) >= self._ttl_s:
+                return None
             return ColdVariant(name, tier_name, _meta_of(manifest, tenant), manifest.blobs)
         except (RecordDamagedError, LookupError, TypeError, ValueError) as error:
             logger.warning("%s in %s cannot be used: %s", name.manifest_blob, tier_name, error)

@@ -24,6 +24,7 @@ class ColdSettings:
         disk_dir: folder of the disk tier; unused if `disk_bytes` is 0.
         redis_url: empty if there is no Redis tier.
         codec: how KV is stored, a name of `codecs`.
+        ttl_s: seconds after which a variant is not found any more.
         wait_s: longest that a request waits for cold records.
     """
 
@@ -33,6 +34,7 @@ class ColdSettings:
     redis_url: str = ""
     redis_bytes: int = 0
     codec: str = "raw"
+    ttl_s: float | None = None
     wait_s: float = 0.05
 
     @property

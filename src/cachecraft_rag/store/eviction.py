@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.policies import Policy, Score, Use
@@ -30,8 +30,11 @@ class EvictionQueue:
     def __len__(self) -> int:
         return len(self._scores)
 
-    def __contains__(self, record_id: int) -> bool:
+    def __contains__(self, record_id: object) -> bool:
         return record_id in self._scores
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._scores)
 
     def use(self, record_id: int, *, now_s: float, size_bytes: int, cost: float, cfo: float = 1.0) -> None:
         """Score one use, see `Use`; a record that is not in the queue joins it as just stored.

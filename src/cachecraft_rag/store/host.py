@@ -6,15 +6,18 @@ Every call is O(1) or O(variants of one chunk), plus the records it evicts or dr
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from cachecraft_rag.chunks import AttentionProfile, ChunkKey, RecordMeta
 from cachecraft_rag.errors import ConfigurationError, StoreError
+from cachecraft_rag.store.admission import FrequencyMemory, admits
 from cachecraft_rag.store.audit import audit
 from cachecraft_rag.store.base import Refusal, Reservation, StoreStats, TenantStats
 from cachecraft_rag.store.books import Record, RecordBooks, State
 from cachecraft_rag.store.documents import DocumentOperations, OnOrphaned
+from cachecraft_rag.store.policies import DEFAULT_POLICY, POLICIES, Policy
 
 TIER = "host"
 
@@ -26,13 +29,22 @@ class HostChunkStore(DocumentOperations):
         budget_bytes: never exceeded by reserved, ready and doomed records together.
         max_variants_per_chunk: most prefixes behind which one text is kept, per tenant.
         on_orphaned: told which texts a change of documents has left without a document.
+        policy: which record goes first.
+        has_admission: whether a text asked for once may push out only its like (`admission`).
+        clock: seconds that only go forward, for policies with a time to live.
 
     Raises:
         ConfigurationError: an argument breaks its rule.
     """
 
     def __init__(
-        self, budget_bytes: int, max_variants_per_chunk: int, on_orphaned: OnOrphaned | None = None
+        self,
+        budget_bytes: int,
+        max_variants_per_chunk: int,
+        on_orphaned: OnOrphaned | None = None,
+        policy: Policy = POLICIES[DEFAULT_POLICY],
+        has_admission: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(on_orphaned)
         if budget_bytes < 0:
@@ -44,19 +56,26 @@ class HostChunkStore(DocumentOperations):
         self._budget_bytes = budget_bytes
         self._max_variants = max_variants_per_chunk
         self._ids = itertools.count()
-        self._books = RecordBooks()
+        self._books = RecordBooks(policy, clock)
+        self._clock = clock
+        self._requests: FrequencyMemory[tuple[str, ChunkKey]] | None = (
+            FrequencyMemory() if has_admission else None
+        )
         self._num_lookups: Counter[bool] = Counter()
         self._num_evictions = 0
         self._num_refusals: Counter[str] = Counter()
 
     def variants(self, tenant: str, key: ChunkKey) -> tuple[RecordMeta, ...]:
+        self._drop_expired()
+        if self._requests is not None:
+            self._requests.record((tenant, key))
         siblings = [*self._books.siblings(tenant, key).values()]
-        found = tuple(r.meta for r in reversed(siblings) if r.state is State.READY)
+        found = tuple(r.meta for r in reversed(siblings) if self._is_usable(r))
         self._num_lookups[bool(found)] += 1
         return found
 
     def holds(self, tenant: str, key: ChunkKey) -> bool:
-        return any(r.state is State.READY for r in self._books.siblings(tenant, key).values())
+        return any(map(self._is_usable, self._books.siblings(tenant, key).values()))
 
     def tier(self, record_id: int) -> str:
         return TIER if self._books.find(record_id, State.READY, State.DOOMED) else ""
@@ -111,17 +130,14 @@ class HostChunkStore(DocumentOperations):
         if record is not None:
             self._books.leave_index(record)
 
-    def touch(self, record_id: int) -> None:
-        self._books.touch(record_id)
-
-    def pin(self, record_id: int, owner: str) -> None:
+    def pin(self, record_id: int, owner: str, cfo: float = 1.0) -> None:
         record = self._books.find(record_id, State.READY)
         if record is None:
             raise StoreError(
                 f"record {record_id} cannot be pinned for {owner!r}: it is not ready; pin what "
                 "`variants` returned before anything else changes the store"
             )
-        self._books.pin(record, owner)
+        self._books.pin(record, owner, cfo)
 
     def unpin(self, owner: str) -> None:
         self._books.unpin(owner)
@@ -160,7 +176,18 @@ class HostChunkStore(DocumentOperations):
             return Refusal.VARIANT_LIMIT
         if meta.size_bytes > self._spare_bytes + self._books.evictable_bytes:
             return Refusal.NO_ROOM
-        return None
+        return None if self._is_admitted(meta) else Refusal.NOT_ADMITTED
+
+    def _is_admitted(self, meta: RecordMeta) -> bool:
+        """Whether it is worth the records that would have to go; a variant of a text that is stored is."""
+        if self._requests is None or self.holds(meta.tenant, meta.key):
+            return True
+        records, num_requests = self._books.records, self._requests.num_requests
+        victims = self._books.evictable.victims(
+            meta.size_bytes - self._spare_bytes, lambda record_id: records[record_id].meta.size_bytes
+        )
+        asked = (num_requests((records[i].meta.tenant, records[i].meta.key)) for i in victims)
+        return admits(num_requests((meta.tenant, meta.key)), asked)
 
     @property
     def _spare_bytes(self) -> int:
@@ -199,17 +226,32 @@ class HostChunkStore(DocumentOperations):
             if victim is not None:
                 self._evict(victim)
         while self._spare_bytes < meta.size_bytes:
-            self._evict(self._books.records[next(iter(self._books.evictable))])
+            record_id = self._books.evictable.victim()
+            assert record_id is not None
+            self._evict(self._books.records[record_id])
 
     def _evict(self, record: Record) -> None:
-        self._books.leave_index(record)
+        self._books.evict(record)
         self._num_evictions += 1
+
+    def _is_usable(self, record: Record) -> bool:
+        """A record that expires while it is pinned stays until it is released, but serves nobody else."""
+        score = self._books.scores.get(record.meta.record_id)
+        is_expired = score is not None and score.expires_s <= self._clock()
+        return record.state is State.READY and not is_expired
+
+    def _drop_expired(self) -> None:
+        for record_id in self._books.evictable.pop_expired(self._clock()):
+            self._books.leave_index(self._books.records[record_id])
+            self._num_evictions += 1
 
     def _drop_keys(self, tenant: str, keys: Iterable[ChunkKey]) -> int:
         dropped = [r for key in keys for r in self._books.siblings(tenant, key).values()]
         return sum(self._books.leave_index(record) for record in dropped)
 
     def _drop_tenant(self, tenant: str) -> int:
+        if self._requests is not None:
+            self._requests.forget_all(lambda key: key[0] == tenant)
         return self._drop_keys(tenant, [*self._books.index.get(tenant, {})])
 
 

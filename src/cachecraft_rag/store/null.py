@@ -56,10 +56,7 @@ class NullChunkStore(DocumentOperations):
     def discard(self, record_id: int) -> None:
         return None
 
-    def touch(self, record_id: int) -> None:
-        return None
-
-    def pin(self, record_id: int, owner: str) -> None:
+    def pin(self, record_id: int, owner: str, cfo: float = 1.0) -> None:
         raise StoreError(
             f"record {record_id} cannot be pinned for {owner!r}: the store is switched off and "
             "`variants` offers nothing"

@@ -25,6 +25,7 @@ from cachecraft_rag.store.cold import ColdStore
 from cachecraft_rag.store.cold_settings import ColdSettings, open_tiers
 from cachecraft_rag.store.host import HostChunkStore
 from cachecraft_rag.store.null import NullChunkStore
+from cachecraft_rag.store.policies import policy_named, with_ttl
 from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.cold_io import ColdIO
 from cachecraft_rag.vllm_connector.cold_side import ColdSide, Orphans
@@ -177,7 +178,14 @@ def _make_store(extra: dict[str, Any], orphans: Orphans) -> ChunkStore:
     budget_bytes = extra["host_store_bytes"]
     if not budget_bytes:
         return NullChunkStore()
-    return HostChunkStore(budget_bytes, extra["max_variants_per_chunk"], orphans.add)
+    policy, ttl_s = policy_named(extra["eviction_policy"]), extra["record_ttl_s"]
+    return HostChunkStore(
+        budget_bytes,
+        extra["max_variants_per_chunk"],
+        orphans.add,
+        policy if ttl_s is None else with_ttl(policy, ttl_s),
+        extra["has_admission"],
+    )
 
 
 def _make_cold_side(
@@ -195,4 +203,4 @@ def _make_cold_io(extra: dict[str, Any], num_ranks: int) -> ColdIO | None:
 
 def _open_cold(settings: ColdSettings, num_ranks: int) -> ColdStore | None:
     tiers = open_tiers(settings) if settings.has_tiers else {}
-    return ColdStore(tiers, settings.namespace, num_ranks, settings.codec) if tiers else None
+    return ColdStore(tiers, settings.namespace, num_ranks, settings.codec, settings.ttl_s) if tiers else None

@@ -328,8 +328,7 @@ class SchedulerSide:
             return
         for chunk in plan.chunks:
             if chunk.record_id is not None:
-                self._store.pin(chunk.record_id, request.request_id)
-                self._store.touch(chunk.record_id)
+                self._store.pin(chunk.record_id, request.request_id, plan.recompute_share(chunk))
         state.plan = plan
         self._counters["num_plans"] += plan.uses_store
 
