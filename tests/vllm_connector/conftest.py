@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cachecraft_rag.chunks import Span
+from cachecraft_rag.events import ReuseReport
 from cachecraft_rag.planner.live import Candidate, LiveMethod, LiveSelection
 from cachecraft_rag.planner.selection import positions_of
 from cachecraft_rag.store.cold import ColdStore
@@ -29,11 +30,11 @@ from cachecraft_rag.vllm_connector.live_choice import (
     PassEnded,
     PassWatch,
 )
-from cachecraft_rag.vllm_connector.messages import ChunkRef, ControlMessage, RequestSpec
+from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ChunkRef, ControlMessage, RequestSpec
 from cachecraft_rag.vllm_connector.recompute import cut_runs
 from cachecraft_rag.vllm_connector.rotary import RotaryTable
 from cachecraft_rag.vllm_connector.scheduler_side import SchedulerSide
-from cachecraft_rag.vllm_connector.steps import StepFacts, StepOrders
+from cachecraft_rag.vllm_connector.steps import JobFacts, StepFacts, StepOrders
 
 BLOCK = 4
 NUM_TOKENS = 40
@@ -47,8 +48,15 @@ PASS_TOKENS = 5
 class Scheduler:
     """The part of vLLM's scheduler that drives the connector: one step after another."""
 
-    def __init__(self, cold: ColdStore | None = None, executor: Executor | None = None) -> None:
+    def __init__(
+        self,
+        cold: ColdStore | None = None,
+        executor: Executor | None = None,
+        num_tokens: int = NUM_TOKENS,
+    ) -> None:
         orphans = Orphans()
+        self.num_tokens = num_tokens
+        self.num_blocks = -(-num_tokens // BLOCK)
         self.store = HostChunkStore(1 << 20, 2, orphans.add)
         self.cold = cold and ColdSide(
             cold, self.store, 1, 1.0, orphans, lambda: 0.0, lambda _: executor or ThreadPoolExecutor(1)
@@ -68,10 +76,10 @@ class Scheduler:
         return SimpleNamespace(
             request_id=f"vllm-{name}",
             kv_transfer_params=spec.to_params(),
-            num_prompt_tokens=NUM_TOKENS,
-            prompt_token_ids=list(range(NUM_TOKENS)),
+            num_prompt_tokens=self.num_tokens,
+            prompt_token_ids=list(range(self.num_tokens)),
             skip_reading_prefix_cache=False,
-            block_hashes=[bytes([index]) * 4 for index in range(NUM_BLOCKS)],
+            block_hashes=[index.to_bytes(4, "big") for index in range(self.num_blocks)],
             status=SimpleNamespace(name="FINISHED_STOPPED"),
         )
 
@@ -83,11 +91,11 @@ class Scheduler:
 
     def orders(self, *running: tuple[Any, int]) -> StepOrders:
         """Orders of a step in which each request runs from a position to its end."""
-        blocks = {request.request_id: list(range(NUM_BLOCKS)) for request, _ in running}
+        blocks = {request.request_id: list(range(self.num_blocks)) for request, _ in running}
         new = [SimpleNamespace(req_id=r.request_id, num_computed_tokens=start) for r, start in running]
         return self.side.build_orders(
             SimpleNamespace(
-                num_scheduled_tokens={r.request_id: NUM_TOKENS - start for r, start in running},
+                num_scheduled_tokens={r.request_id: self.num_tokens - start for r, start in running},
                 scheduled_new_reqs=new,
                 scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
                 kv_connector_block_state=SimpleNamespace(
@@ -99,6 +107,18 @@ class Scheduler:
     def fill(self, orders: StepOrders) -> None:
         """The workers have filled all that was opened."""
         self.side.take_facts(StepFacts({record.record_id: None for record in orders.new_records}))
+
+    def answer(self, chunks: Sequence[ChunkRef], **options: Any) -> ReuseReport:
+        """A whole request; the workers carry out what they are told."""
+        request = self.request(chunks, **options)
+        orders = self.schedule(request)
+        self.fill(orders)
+        jobs = {job.request_id: JobFacts(0.0, 0.0, 0) for job in orders.jobs}
+        self.side.take_facts(StepFacts(jobs=jobs))
+        report = self.side.finish(request, [])
+        self.orders()
+        assert report is not None
+        return ReuseReport.from_dict(report[PARAMS_KEY])
 
     def store_chunk(self, chunk: ChunkRef) -> None:
         """A whole request that computes and stores one chunk."""
@@ -154,6 +174,12 @@ def cold_scheduler(executor: Inline) -> Scheduler:
 @pytest.fixture
 def scheduler() -> Scheduler:
     return Scheduler()
+
+
+@pytest.fixture
+def long_scheduler() -> Scheduler:
+    """A scheduler for prompts of 20,000 tokens."""
+    return Scheduler(num_tokens=20_000)
 
 
 def make_layer(
