@@ -13,8 +13,9 @@
     └── InternalError              (RuntimeError)  a broken invariant; never reaches a user
         ├── PlanError                              a plan does not cover its prompt exactly once
         └── StoreError                             the store's books do not add up
-            ├── RecordDamagedError                 a stored record is not what it should be (store.record_format)
-            └── TierError                          disk or Redis failed (store.tiers)
+            ├── RecordDamagedError                 a stored record is not what it should be
+            ├── TierError                          disk or Redis failed
+            └── JournalError                       the journal of document changes failed
 
 A fault in the cache is never the user's error: the connector turns every `InternalError` into a
 full compute with a reason in the report.

@@ -42,6 +42,7 @@ class Reason(enum.StrEnum):
     NOT_IN_PROMPT = "not_in_prompt"
     TOO_SHORT = "too_short"
     SUPERSEDED_VERSION = "superseded_version"
+    STORE_NOT_CURRENT = "store_not_current"
     QUARANTINED = "quarantined"
     NO_CHUNKS = "no_chunks_matched"
     REUSE_OFF = "reuse_off"
@@ -76,6 +77,7 @@ _SENTENCES: Mapping[Reason, str] = {
     Reason.NOT_IN_PROMPT: "Its text does not occur in the rendered prompt.",
     Reason.TOO_SHORT: "It has fewer tokens than min_chunk_tokens.",
     Reason.SUPERSEDED_VERSION: "A newer version of its document is registered.",
+    Reason.STORE_NOT_CURRENT: "Other processes may have changed documents, and the journal cannot be read.",
     Reason.QUARANTINED: "Answers with its KV went wrong, so it is computed and stored anew; see feedback.",
     Reason.NO_CHUNKS: "No known chunk occurs in the prompt.",
     Reason.REUSE_OFF: "The request asked for full compute.",

@@ -146,8 +146,8 @@ class ReusePlan:
         return replace(self, chunks=chunks, live=None)
 
     def recompute_share(self, chunk: ChunkPlan) -> float:
-        """Share of a loaded chunk's tokens that is computed again (Cache-Craft's CFO); where the workers choose
-        tokens over all chunks, the share of all."""
+        """Share of a loaded chunk's tokens that is computed again (Cache-Craft's CFO); where the workers
+        choose tokens over all chunks, the share of all."""
         if self.live is not None:
             return min(1.0, self.live.num_tokens / max(1, self.live.num_candidates))
         return sum(map(len, chunk.recompute)) / len(chunk.span)

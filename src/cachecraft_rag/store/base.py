@@ -196,6 +196,10 @@ class ChunkStore(Protocol):
         """Drop everything of a tenant and return how many records left the index."""
         ...
 
+    def forget_all(self) -> int:
+        """`purge` every tenant: changes may have been missed. Returns how many records left the index."""
+        ...
+
     def stats(self) -> StoreStats: ...
 
     def check(self) -> list[str]:

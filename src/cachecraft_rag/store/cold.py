@@ -177,6 +177,10 @@ class ColdStore:
         """`drop`, of everything of a tenant."""
         return self._drop_prefix(f"{self._tenant_part(tenant)}/")
 
+    def drop_all(self) -> int:
+        """`drop`, of everything of this model."""
+        return self._drop_prefix(f"{self._namespace}.")
+
     # --- upkeep -------------------------------------------------------------------------------
 
     def flush(self) -> None:

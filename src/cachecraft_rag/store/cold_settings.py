@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from cachecraft_rag.errors import StoreError
+from cachecraft_rag.store.journal import Journal
 from cachecraft_rag.store.tiers import BlobTier, GuardedTier
 
 logger = logging.getLogger(__name__)
@@ -21,7 +24,7 @@ class ColdSettings:
 
     Attributes:
         namespace: fingerprint of the model and its KV.
-        disk_dir: folder of the disk tier; unused if `disk_bytes` is 0.
+        disk_dir: folder of the disk tier and its journal; unused if `disk_bytes` is 0.
         redis_url: empty if there is no Redis tier.
         codec: how KV is stored, a name of `codecs`.
         ttl_s: seconds after which a variant is not found any more.
@@ -40,6 +43,11 @@ class ColdSettings:
     @property
     def has_tiers(self) -> bool:
         return bool(self.disk_bytes or self.redis_url)
+
+    @property
+    def name(self) -> str:
+        """The namespace, short enough for a file's name or a key of Redis."""
+        return blake2b(self.namespace.encode(), digest_size=8).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,12 +72,16 @@ def open_tiers(settings: ColdSettings) -> dict[str, BlobTier]:
     return tiers
 
 
+def blobs_folder(settings: ColdSettings) -> Path:
+    return Path(settings.disk_dir) / "blobs"
+
+
 def _open_disk(settings: ColdSettings) -> BlobTier | None:
     if not settings.disk_bytes:
         return None
     from cachecraft_rag.store.tiers.disk import DiskTier
 
-    return DiskTier(settings.disk_dir, settings.disk_bytes)
+    return DiskTier(blobs_folder(settings), settings.disk_bytes)
 
 
 def _open_redis(settings: ColdSettings) -> BlobTier | None:
@@ -78,3 +90,18 @@ def _open_redis(settings: ColdSettings) -> BlobTier | None:
     from cachecraft_rag.store.tiers.redis import RedisTier
 
     return RedisTier(settings.redis_url, settings.redis_bytes)
+
+
+def open_journal(settings: ColdSettings) -> Journal:
+    """The journal of those who share the tiers: in Redis if there is one, else in the disk tier's folder.
+
+    Raises:
+        JournalError: it cannot be opened; then the tiers must not be used either.
+    """
+    if settings.redis_url:
+        from cachecraft_rag.store.journal.redis import RedisJournal
+
+        return RedisJournal(settings.redis_url, prefix=f"cachecraft:{settings.name}")
+    from cachecraft_rag.store.journal.sqlite import SqliteJournal
+
+    return SqliteJournal(Path(settings.disk_dir) / f"journal-{settings.name}")

@@ -131,6 +131,9 @@ class DocumentRegistry:
         clock = self._tenant(tenant).tick()
         self._tenants[tenant] = _Tenant(clock=clock, purged_at=clock)
 
+    def tenants(self) -> tuple[str, ...]:
+        return tuple(self._tenants)
+
     def check(self) -> list[str]:
         """References and their reverse must agree, and no generation may lie ahead of the clock."""
         faults = []
@@ -186,3 +189,10 @@ class DocumentOperations(ABC):
     def purge(self, tenant: str) -> int:
         self._documents.purge(tenant)
         return self._drop_tenant(tenant)
+
+    def forget_all(self) -> int:
+        return sum(map(self.purge, self._all_tenants() | set(self._documents.tenants())))
+
+    @abstractmethod
+    def _all_tenants(self) -> set[str]:
+        """Tenants of which there are records."""

@@ -249,6 +249,9 @@ class HostChunkStore(DocumentOperations):
         dropped = [r for key in keys for r in self._books.siblings(tenant, key).values()]
         return sum(self._books.leave_index(record) for record in dropped)
 
+    def _all_tenants(self) -> set[str]:
+        return set(self._books.index)
+
     def _drop_tenant(self, tenant: str) -> int:
         if self._requests is not None:
             self._requests.forget_all(lambda key: key[0] == tenant)

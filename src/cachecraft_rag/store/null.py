@@ -68,6 +68,12 @@ class NullChunkStore(DocumentOperations):
     def drain_freed(self) -> tuple[int, ...]:
         return ()
 
+    def forget_all(self) -> int:
+        return 0
+
+    def _all_tenants(self) -> set[str]:
+        return set()
+
     def stats(self) -> StoreStats:
         return StoreStats(num_misses=self._num_misses, num_refusals=dict(self._num_refusals))
 

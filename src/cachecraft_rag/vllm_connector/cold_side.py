@@ -20,6 +20,7 @@ from typing import Any
 from cachecraft_rag.chunks import ChunkKey, RecordMeta
 from cachecraft_rag.store.base import ChunkStore
 from cachecraft_rag.store.cold import ColdStore, ColdVariant
+from cachecraft_rag.store.record_format import BlobEntry
 from cachecraft_rag.vllm_connector.steps import ColdFacts, ColdRead, LoadedPart, WrittenPart
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class ColdSide:
         store: the books of the host tier, into which records are read.
         deadline_s: longest that a request waits for cold records.
         orphans: filled by `store`.
+        may_publish: whether others will learn when the record's document changes; asked on `changer`.
         clock: seconds that only go forward.
         make_executor: from a number of threads to what runs them.
     """
@@ -89,12 +91,14 @@ class ColdSide:
         orphans: Orphans,
         clock: Callable[[], float] = time.monotonic,
         make_executor: Callable[[int], Executor] = ThreadPoolExecutor,
+        may_publish: Callable[[RecordMeta], bool] = lambda meta: True,
     ) -> None:
         self._cold = cold
         self._store = store
         self._num_ranks = num_ranks
         self._deadline_s = deadline_s
         self._orphans = orphans
+        self._may_publish = may_publish
         self._clock = clock
         self._finders = make_executor(NUM_FINDERS)
         # One thread: a manifest that was ordered before a drop is written before it.
@@ -107,6 +111,11 @@ class ColdSide:
         self._writes: list[RecordMeta] = []
         self._tier_of: dict[int, str] = {}
         self._flushes: list[Future[None]] = []
+
+    @property
+    def changer(self) -> Executor:
+        """The thread that changes the cold tiers; what is submitted there runs in order."""
+        return self._changer
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -212,9 +221,15 @@ class ColdSide:
         tiers = frozenset.intersection(*(frozenset(each.tiers) for each in parts))
         entries = [each.entry for each in parts if each.entry is not None]
         if tiers and len(entries) == self._num_ranks and self._is_current(writing.meta):
-            self._change(self._cold.publish, writing.meta, entries, tiers)
+            self._change(self._publish, writing.meta, entries, tiers)
         else:
             self._change(self._cold.withdraw, writing.meta)
+
+    def _publish(self, meta: RecordMeta, entries: Sequence[BlobEntry], tiers: frozenset[str]) -> None:
+        if self._may_publish(meta):
+            self._cold.publish(meta, entries, tiers)
+        else:
+            self._cold.withdraw(meta)
 
     def _is_current(self, meta: RecordMeta) -> bool:
         doc_id = meta.document.doc_id if meta.document else None
@@ -232,13 +247,19 @@ class ColdSide:
 
     # --- control ------------------------------------------------------------------------------
 
-    def drop_orphaned(self) -> Future[int]:
-        """Drop the texts that documents have left since the last call."""
+    def drop_orphaned(self, *, is_news: bool = True) -> Future[int]:
+        """Drop the texts that documents have left since the last call; not if that was long ago, as they
+        may have come back."""
         orphaned = self._orphans.take()
+        if not is_news:
+            orphaned = []
         return self._changer.submit(lambda: sum(self._cold.drop(*each) for each in orphaned))
 
     def drop(self, tenant: str, keys: Sequence[ChunkKey]) -> Future[int]:
         return self._changer.submit(self._cold.drop, tenant, keys)
+
+    def drop_all(self) -> Future[int]:
+        return self._changer.submit(self._cold.drop_all)
 
     def drop_tenant(self, tenant: str) -> Future[int]:
         return self._changer.submit(self._cold.drop_tenant, tenant)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,14 +23,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cachecraft_rag.store.base import ChunkStore
 from cachecraft_rag.store.cold import ColdStore
-from cachecraft_rag.store.cold_settings import ColdSettings, open_tiers
+from cachecraft_rag.store.cold_settings import ColdSettings, blobs_folder, open_journal, open_tiers
 from cachecraft_rag.store.host import HostChunkStore
+from cachecraft_rag.store.journal import Follower, JournalError
+from cachecraft_rag.store.journal.position_file import PositionFile
 from cachecraft_rag.store.null import NullChunkStore
 from cachecraft_rag.store.policies import policy_named, with_ttl
 from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.cold_io import ColdIO
 from cachecraft_rag.vllm_connector.cold_side import ColdSide, Orphans
 from cachecraft_rag.vllm_connector.scheduler_side import SchedulerSide
+from cachecraft_rag.vllm_connector.shared_changes import OnApplied, SharedChanges
 from cachecraft_rag.vllm_connector.steps import StepFacts, StepOrders
 from cachecraft_rag.vllm_connector.worker_side import WorkerSide
 
@@ -86,13 +90,15 @@ class CacheCraftConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             orphaned = Orphans()
             store = _make_store(extra, orphaned)
+            shared = _open_shared(extra, store, num_ranks, orphaned)
             self.scheduler_side = SchedulerSide(
                 store,
                 block_size=block_size,
                 bytes_per_token=compat.kv_bytes_per_token(vllm_config, kv_cache_config),
                 min_chunk_tokens=extra["min_chunk_tokens"],
                 num_ranks=num_ranks,
-                cold=_make_cold_side(extra, store, num_ranks, orphaned),
+                cold=shared.cold if shared else None,
+                make_changes=shared.make_changes if shared else None,
             )
         else:
             self.worker_side = WorkerSide(
@@ -102,6 +108,13 @@ class CacheCraftConnector(KVConnectorBase_V1):
     @property
     def requires_kv_delivery(self) -> bool:
         return False
+
+    @guarded(None)
+    def shutdown(self) -> None:
+        if self.scheduler_side is not None:
+            self.scheduler_side.close()
+        if self.worker_side is not None:
+            self.worker_side.close()
 
     # --- scheduler side -----------------------------------------------------------------------
 
@@ -188,12 +201,48 @@ def _make_store(extra: dict[str, Any], orphans: Orphans) -> ChunkStore:
     )
 
 
-def _make_cold_side(
+@dataclass(frozen=True)
+class _Shared:
+    """What the scheduler side shares with other processes, or with a later one."""
+
+    cold: ColdSide
+    make_changes: Callable[[OnApplied], SharedChanges]
+
+
+def _open_shared(
     extra: dict[str, Any], store: ChunkStore, num_ranks: int, orphans: Orphans
-) -> ColdSide | None:
+) -> _Shared | None:
+    """None without cold tiers, and where the journal cannot be opened: then nobody could say what in them is
+    out of date."""
     settings = ColdSettings.from_dict(extra["cold"])
+    positions = PositionFile(Path(settings.disk_dir) / f"position-{settings.name}.json")
+    # A journal in the folder itself goes with what is in it; one in Redis may have gone on, or been lost,
+    # without it. A new folder has missed nothing.
+    is_apart = bool(settings.redis_url and settings.disk_bytes) and blobs_folder(settings).is_dir()
+    past = positions.load() if is_apart else None
     cold = _open_cold(settings, num_ranks)
-    return ColdSide(cold, store, num_ranks, settings.wait_s, orphans) if cold is not None else None
+    if cold is None:
+        return None
+    try:
+        journal = open_journal(settings)
+        num_past = past.seq if past else journal.end().seq
+    except JournalError as error:
+        logger.warning("cold tiers are left out: %s", error)
+        cold.close()
+        return None
+    follower = Follower(journal, "engine", position=past)
+    follower.start()
+    made: list[SharedChanges] = []
+
+    def make_changes(on_applied: OnApplied) -> SharedChanges:
+        keep = positions.save if settings.disk_bytes else lambda position: None
+        made.append(SharedChanges(follower, store, side.changer, on_applied, num_past, keep))
+        return made[0]
+
+    side = ColdSide(
+        cold, store, num_ranks, settings.wait_s, orphans, may_publish=lambda meta: made[0].is_registered(meta)
+    )
+    return _Shared(side, make_changes)
 
 
 def _make_cold_io(extra: dict[str, Any], num_ranks: int) -> ColdIO | None:

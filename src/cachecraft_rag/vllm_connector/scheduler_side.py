@@ -14,26 +14,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any
 
-from cachecraft_rag.chunks import ChunkKey, Span
-from cachecraft_rag.errors import InternalError
+from cachecraft_rag.chunks import Span
 from cachecraft_rag.events import Reason
 from cachecraft_rag.planner.build import build_plan
 from cachecraft_rag.planner.limits import refuse
 from cachecraft_rag.planner.plan import PlanRequest
 from cachecraft_rag.store.base import ChunkStore
+from cachecraft_rag.store.journal import Action, Entry
 from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.cold_side import ColdSide, Search
+from cachecraft_rag.vllm_connector.commands import Commands
 from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ControlMessage, RequestSpec
 from cachecraft_rag.vllm_connector.orders import capture_targets, make_job, unready_spans
 from cachecraft_rag.vllm_connector.record_keeper import RecordKeeper
 from cachecraft_rag.vllm_connector.reports import build_report
 from cachecraft_rag.vllm_connector.request_state import RequestState
+from cachecraft_rag.vllm_connector.shared_changes import OnApplied, SharedChanges
 from cachecraft_rag.vllm_connector.steps import CaptureTarget, LoadJob, StepFacts, StepOrders
 
 logger = logging.getLogger(__name__)
@@ -63,21 +63,23 @@ class SchedulerSide:
         min_chunk_tokens: int,
         num_ranks: int,
         cold: ColdSide | None = None,
+        make_changes: Callable[[OnApplied], SharedChanges] | None = None,
     ) -> None:
         self._store = store
         self._block_size = block_size
         self._min_chunk_tokens = min_chunk_tokens
         self._cold = cold
+        self._changes = make_changes(self._on_applied) if make_changes else None
         self._keeper = RecordKeeper(store, bytes_per_token, num_ranks, cold.keep if cold else None)
         self._block_pool: Any = None
         self._states: dict[str, RequestState] = {}
         self._by_own_id: dict[str, RequestState] = {}
         self._jobs: list[str] = []
         self._finished: list[RequestState] = []
-        self._awaited: dict[str, _Reply] = {}
         self._replies: list[tuple[str, Mapping[str, Any]]] = []
         self._forget_leads = False
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._commands = Commands(store, cold, self._changes, self._figures)
 
     def bind_block_pool(self, block_pool: Any) -> None:
         self._block_pool = block_pool
@@ -88,16 +90,33 @@ class SchedulerSide:
         message = ControlMessage.from_params(request.kv_transfer_params)
         if message is None:
             return
-        if message.action == "await":
-            self._answer(message.control_id, self._awaited.pop(message.arguments["control_id"], None))
+        self._catch_up()
+        self._replies.append((message.control_id, self._commands.carry_out(message)))
+        if message.action == "purge":
+            self._forget_leads = True
+
+    def _catch_up(self) -> bool:
+        """Apply what other processes changed; whether stored KV may be used."""
+        return self._changes is None or self._changes.catch_up()
+
+    def close(self) -> None:
+        """End side threads, and give up the place among those who share the store."""
+        if self._changes is not None:
+            self._changes.close()
+        if self._cold is not None:
+            self._cold.close()
+
+    def _on_applied(self, entry: Entry, is_news: bool) -> None:
+        """A change, of whatever process, went into the books; this is for what lies outside them."""
+        if entry.action in (Action.PURGE, Action.RESET):
+            self._forget_leads = True
+        if self._cold is None:
             return
-        try:
-            reply = _Reply(message, self._control(message), self._cold_part(message))
-        except Exception as error:
-            logger.exception("control message %s failed", message.action)
-            self._replies.append((message.control_id, {"error": f"{message.action} failed: {error}"}))
-            return
-        self._answer(message.control_id, reply)
+        if entry.action is Action.RESET:
+            self._cold.drop_all()
+        elif entry.action is not Action.REGISTER:
+            # Its author drops them too, but may have died before.
+            self._cold.drop_orphaned(is_news=is_news)
 
     def look_up(self, request: Any, num_local_tokens: int) -> int | None:
         """Tokens beyond vLLM's own prefix hit whose KV this connector will provide; None to be asked
@@ -156,6 +175,8 @@ class SchedulerSide:
         """Orders of the step just scheduled. A promise that cannot be turned into a job is passed
         on as blocks to fail: the request then fails cleanly and is answered again without reuse."""
         self._keeper.tick()
+        if self._changes is not None:
+            self._changes.register()
         writes, reads = self._cold.take_orders() if self._cold else ((), ())
         jobs, failed_blocks = self._make_jobs(scheduler_output)
         orders = StepOrders(
@@ -246,7 +267,11 @@ class SchedulerSide:
         self._by_own_id[spec.request_id] = state
         self._counters["num_requests"] += 1
         with self._planning(state):
+            is_current = self._catch_up()
             self._look_at_documents(state, spec)
+            if not is_current:
+                state.full_reason = Reason.STORE_NOT_CURRENT
+                return state
             state.search = self._seek(state, spec)
             if state.search is None:
                 self._plan(state, spec)
@@ -277,6 +302,9 @@ class SchedulerSide:
             return False
         sought, state.search = state.search, None
         with self._planning(state):
+            if not self._catch_up():
+                state.full_reason = Reason.STORE_NOT_CURRENT
+                return True
             self._plan(state, state.spec)
         for chunk in state.plan.chunks if state.plan else ():
             if chunk.record_id is not None and (state.spec.tenant, chunk.key) in sought.wanted:
@@ -298,6 +326,8 @@ class SchedulerSide:
                 state.refusals[index] = ref.refusal
             elif document is not None and spec.store:
                 self._store.register(spec.tenant, ref.key, document)
+                if self._changes is not None:
+                    self._changes.note(spec.tenant, ref.key, document)
 
     def _plan(self, state: RequestState, spec: RequestSpec) -> None:
         request = state.request
@@ -332,90 +362,11 @@ class SchedulerSide:
         state.plan = plan
         self._counters["num_plans"] += plan.uses_store
 
+    def _figures(self) -> Mapping[str, Any]:
+        return {**self._counters, "num_running": len(self._states)}
+
     def _count_job(self, state: RequestState) -> None:
         self._counters["num_jobs"] += 1
         for chunk in state.plan.chunks if state.plan else ():
             is_moved = chunk.record_id is not None and chunk.cached_start != chunk.span.start
             self._counters["num_moved_chunks"] += is_moved
-
-    # --- control ------------------------------------------------------------------------------
-
-    def _answer(self, control_id: str, reply: _Reply | None) -> None:
-        """Send a reply, or word that it takes longer: with no request running, vLLM takes no step in which
-        it could be sent later. The driver asks again with `await`."""
-        if reply is None:
-            self._replies.append((control_id, {"error": "no such command is awaited"}))
-        elif reply.is_done:
-            self._replies.append((control_id, reply.to_dict()))
-        else:
-            self._awaited[reply.message.control_id] = reply
-            self._replies.append((control_id, {"awaits": reply.message.control_id}))
-
-    def _cold_part(self, message: ControlMessage) -> Future[Any] | None:
-        """What a command, carried out in the host tier, still has to do in the cold ones."""
-        if self._cold is None:
-            return None
-        args = message.arguments
-        match message.action:
-            case "invalidate" | "replace":
-                return self._cold.drop_orphaned()
-            case "drop_chunks":
-                return self._cold.drop(args["tenant"], [ChunkKey(key) for key in args["keys"]])
-            case "purge":
-                return self._cold.drop_tenant(args["tenant"])
-            case "flush":
-                return self._cold.flush()
-            case "check":
-                return self._cold.check()
-        return None
-
-    def _control(self, message: ControlMessage) -> Any:
-        args = message.arguments
-        store = self._store
-        match message.action:
-            case "invalidate":
-                return store.invalidate(args["tenant"], args["doc_id"], args.get("version"))
-            case "replace":
-                keys = [ChunkKey(key) for key in args["keys"]]
-                return store.replace(args["tenant"], args["doc_id"], args["version"], keys)
-            case "drop_chunks":
-                records = [r for key in args["keys"] for r in store.variants(args["tenant"], ChunkKey(key))]
-                for record in records:
-                    store.discard(record.record_id)
-                return len(records)
-            case "purge":
-                self._forget_leads = True
-                return store.purge(args["tenant"])
-            case "flush":
-                return None
-            case "prefetch":
-                if self._cold is not None:
-                    self._cold.seek(args["tenant"], [ChunkKey(key) for key in args["keys"]])
-                return None
-            case "stats":
-                cold = {"tiers": self._cold.stats()} if self._cold else {}
-                return {**cold, **asdict(store.stats()), **self._counters, "num_running": len(self._states)}
-            case "check":
-                return store.check()
-        raise InternalError(f"unknown control action {message.action!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    """The answer to a control message, once its part in the cold tiers is done."""
-
-    message: ControlMessage
-    result: Any
-    cold: Future[Any] | None
-
-    @property
-    def is_done(self) -> bool:
-        return self.cold is None or self.cold.done()
-
-    def to_dict(self) -> Mapping[str, Any]:
-        error = self.cold.exception() if self.cold is not None else None
-        if error is not None:
-            return {"error": f"{self.message.action} failed in a cold tier: {error}"}
-        if self.message.action == "check" and self.cold is not None:
-            return {"result": [*self.result, *self.cold.result()]}
-        return {"result": self.result}

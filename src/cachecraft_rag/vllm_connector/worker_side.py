@@ -167,6 +167,10 @@ class WorkerSide:
             "num_bytes": sum(sink.kv.nbytes for sink in self._records.values()),
         }
 
+    def close(self) -> None:
+        if self._cold is not None:
+            self._cold.close()
+
     # --- cold records -------------------------------------------------------------------------
 
     def _order_cold(self, orders: StepOrders) -> None:

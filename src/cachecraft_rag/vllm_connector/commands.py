@@ -1,0 +1,135 @@
+"""Control messages, carried out in steps: between steps a command waits for side threads, not the scheduler.
+
+With no request running, vLLM takes no step in which a later answer could be sent. So what is not done at
+once is answered with `awaits`, and the driver asks again with `await`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cachecraft_rag.chunks import ChunkKey
+from cachecraft_rag.errors import InternalError
+from cachecraft_rag.store.base import ChunkStore
+from cachecraft_rag.store.journal import Action, Entry
+from cachecraft_rag.vllm_connector.cold_side import ColdSide
+from cachecraft_rag.vllm_connector.messages import ControlMessage
+from cachecraft_rag.vllm_connector.shared_changes import SharedChanges, Steps, apply_change
+
+logger = logging.getLogger(__name__)
+
+Reply = Mapping[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    message: ControlMessage
+    steps: Generator[Future[Any], Any, Any]
+    waits_for: Future[Any] | None = None
+
+
+class Commands:
+    """Used from the scheduler's thread only.
+
+    Args:
+        cold: None without cold tiers.
+        changes: None where no other process shares the store.
+        figures: what the scheduler side adds to the store's `stats`.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        cold: ColdSide | None,
+        changes: SharedChanges | None,
+        figures: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._store = store
+        self._cold = cold
+        self._changes = changes
+        self._figures = figures
+        self._awaited: dict[str, _Running] = {}
+
+    def carry_out(self, message: ControlMessage) -> Reply:
+        """The reply for now: a `result`, an `error`, or what it `awaits`."""
+        if message.action == "await":
+            running = self._awaited.pop(message.arguments["control_id"], None)
+            return self._advance(running) if running else {"error": "no such command is awaited"}
+        return self._advance(_Running(message, self._steps(message)))
+
+    def _advance(self, running: _Running) -> Reply:
+        try:
+            while running.waits_for is None or running.waits_for.done():
+                result = running.waits_for.result() if running.waits_for else None
+                running.waits_for = running.steps.send(result)
+        except StopIteration as end:
+            return {"result": end.value}
+        except Exception as error:
+            logger.exception("control message %s failed", running.message.action)
+            return {"error": f"{running.message.action} failed: {error}"}
+        self._awaited[running.message.control_id] = running
+        return {"awaits": running.message.control_id}
+
+    def _steps(self, message: ControlMessage) -> Steps:
+        args = message.arguments
+        match message.action:
+            case "invalidate":
+                entry = Entry(
+                    action=Action.INVALIDATE,
+                    tenant=args["tenant"],
+                    doc_id=args["doc_id"],
+                    version=args.get("version"),
+                )
+                return (yield from self._change(entry))
+            case "replace":
+                entry = Entry(
+                    action=Action.REPLACE,
+                    tenant=args["tenant"],
+                    doc_id=args["doc_id"],
+                    version=args["version"],
+                    keys=tuple(map(ChunkKey, args["keys"])),
+                )
+                return (yield from self._change(entry))
+            case "purge":
+                return (yield from self._change(Entry(action=Action.PURGE, tenant=args["tenant"])))
+            case "drop_chunks":
+                return (yield from self._drop_chunks(args["tenant"], list(map(ChunkKey, args["keys"]))))
+            case "prefetch":
+                if self._cold is not None:
+                    self._cold.seek(args["tenant"], map(ChunkKey, args["keys"]))
+                return None
+            case "flush":
+                if self._cold is not None:
+                    yield self._cold.flush()
+                return None
+            case "stats":
+                cold = {"tiers": self._cold.stats()} if self._cold else {}
+                return {**cold, **asdict(self._store.stats()), **self._figures()}
+            case "check":
+                cold_faults = (yield self._cold.check()) if self._cold else []
+                return [*self._store.check(), *cold_faults]
+        raise InternalError(f"unknown control action {message.action!r}")
+
+    def _change(self, entry: Entry) -> Steps:
+        """A change of documents: complete in every tier, and binding for all processes, when it returns."""
+        if self._changes is None:
+            num_dropped = apply_change(self._store, entry)
+        else:
+            num_dropped = yield from self._changes.make(entry)
+        if self._cold is not None:
+            yield self._cold.drop_orphaned()
+            if entry.action is Action.PURGE:
+                yield self._cold.drop_tenant(entry.tenant)
+        return num_dropped
+
+    def _drop_chunks(self, tenant: str, keys: list[ChunkKey]) -> Steps:
+        records = [record for key in keys for record in self._store.variants(tenant, key)]
+        for record in records:
+            self._store.discard(record.record_id)
+        if self._cold is not None:
+            yield self._cold.drop(tenant, keys)
+        return len(records)
