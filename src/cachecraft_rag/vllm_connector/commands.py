@@ -103,6 +103,8 @@ class Commands:
                     self._cold.seek(args["tenant"], map(ChunkKey, args["keys"]))
                 return None
             case "flush":
+                if self._changes is not None:
+                    self._changes.keep_position()
                 if self._cold is not None:
                     yield self._cold.flush()
                 return None

@@ -225,7 +225,9 @@ def _open_shared(
         return None
     try:
         journal = open_journal(settings)
-        num_past = past.seq if past else journal.end().seq
+        end = journal.end()
+        if settings.disk_bytes and past is None:
+            positions.save(end)
     except JournalError as error:
         logger.warning("cold tiers are left out: %s", error)
         cold.close()
@@ -236,7 +238,7 @@ def _open_shared(
 
     def make_changes(on_applied: OnApplied) -> SharedChanges:
         keep = positions.save if settings.disk_bytes else lambda position: None
-        made.append(SharedChanges(follower, store, side.changer, on_applied, num_past, keep))
+        made.append(SharedChanges(follower, store, side.changer, on_applied, (past or end).seq, keep))
         return made[0]
 
     side = ColdSide(

@@ -118,9 +118,14 @@ class SharedChanges:
         noted, self._noted = self._noted, {}
         if noted:
             self._registrar.submit(self._register, noted)
-        if self._follower.position not in (None, self._kept):
-            self._kept = self._follower.position
-            self._registrar.submit(self._keep_position, self._kept)
+        self.keep_position()
+
+    def keep_position(self) -> None:
+        """Have the position written down, in the background, if it has changed."""
+        position = self._follower.position
+        if position is not None and position != self._kept:
+            self._kept = position
+            self._registrar.submit(self._keep_position, position)
 
     def is_registered(self, meta: RecordMeta) -> bool:
         """Whether other processes will know that the record's document contains it."""

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,51 +252,64 @@ class Stall:
     def __init__(self, cold: ColdStore, folder: str) -> None:
         self._cold = cold
         self._folder = Path(folder)
+        self._pipe = self._folder.with_name("stalled-pipe")
         self.faults: list[str] = []
         self.interval: tuple[float, float] | None = None
 
     def run(self, stall_s: float) -> None:
+        os.mkfifo(self._pipe)
+        end_s = time.monotonic() + PATIENT_S
         try:
-            self._stall(stall_s)
+            # It may be evicted before it is read.
+            while self.interval is None and time.monotonic() < end_s:
+                self._stall(stall_s)
         except Exception as error:
             self.faults.append(f"the stalled read: {error!r}")
 
     def _stall(self, stall_s: float) -> None:
         meta = meta_of(STALLED, STALLED, 0)
         put(self._cold, meta)
-        (variant,) = self._cold.find(STALLED, meta.key)
-        path = self._file(variant)
-        content = path.read_bytes()
-        # A second name, for the record may be evicted while it is read.
-        pipe = self._folder.with_name("stalled-pipe")
-        os.mkfifo(pipe)
-        os.link(pipe, spare := self._folder.with_name("stalled-spare"))
-        spare.replace(path)
-        start_s = time.monotonic()
-        writer = threading.Timer(stall_s, pipe.write_bytes, [content])
-        writer.start()
-        record = self._cold.load(variant, 0, form_of(STALLED))
-        self.interval = (start_s, time.monotonic())
-        writer.join()
-        if record is None or not is_same(record, meta, 0):
-            self.faults.append("the stalled read gave no record, or another")
+        for variant in self._cold.find(STALLED, meta.key):
+            content = self._replace_file(variant)
+            start_s = time.monotonic()
+            writer = threading.Timer(stall_s, self._write, [content])
+            writer.start()
+            record = self._cold.load(variant, 0, form_of(STALLED))
+            end_s = time.monotonic()
+            writer.join()
+            if end_s - start_s >= stall_s:
+                self.interval = (start_s, end_s)
+                if record is None or not is_same(record, meta, 0):
+                    self.faults.append("the stalled read gave no record, or another")
         self._cold.drop_tenant(STALLED)
 
-    def _file(self, variant: ColdVariant) -> Path:
-        (path,) = (
-            path
-            for path in self._folder.glob("*.val")
-            if size_of(path) == variant.blobs[0].size_bytes and path.read_bytes()[:4096].find(b'"rank":0') > 0
-        )
-        return path
+    def _replace_file(self, variant: ColdVariant) -> bytes:
+        """Put the pipe where the file of rank 0 is; what that held, empty if it was evicted."""
+        for path in self._folder.glob("*.val"):
+            content = content_of(path, variant.blobs[0].size_bytes)
+            if b'"rank":0' in content[:4096]:
+                # By another name of it: the one in the folder may go while it is read.
+                spare = self._folder.with_name("stalled-spare")
+                os.link(self._pipe, spare)
+                spare.replace(path)
+                return content
+        return b""
+
+    def _write(self, content: bytes) -> None:
+        # Nobody reads it if the record was evicted first.
+        with suppress(OSError):
+            descriptor = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(descriptor, True)
+            with os.fdopen(descriptor, "wb") as pipe:
+                pipe.write(content)
 
 
-def size_of(path: Path) -> int:
-    """-1 for a file that was removed meanwhile."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return -1
+def content_of(path: Path, size_bytes: int) -> bytes:
+    """What a file of this size holds; nothing if it has another, or was removed meanwhile."""
+    with suppress(FileNotFoundError):
+        if path.stat().st_size == size_bytes:
+            return path.read_bytes()
+    return b""
 
 
 def work(settings: Settings, cold: ColdStore, presence: Presence) -> Report:
