@@ -7,7 +7,6 @@ saw. Whatever it sees that may not be is a sentence in `faults`.
 from __future__ import annotations
 
 import faulthandler
-import hashlib
 import json
 import os
 import random
@@ -20,44 +19,27 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
+from stress_records import (
+    NUM_KEYS,
+    NUM_PREFIXES,
+    NUM_RANKS,
+    PATIENT_S,
+    SHARED,
+    STALLED,
+    WATCHDOG_SPARE_S,
+    Presence,
+    Settings,
+    form_of,
+    is_same,
+    meta_of,
+    open_cold,
+    put,
+)
 
-from cachecraft_rag.chunks import AttentionProfile, ChunkKey, RecordMeta
-from cachecraft_rag.store.cold import ColdRecord, ColdStore, ColdVariant
-from cachecraft_rag.store.record_format import KV, ArrayForm
-from cachecraft_rag.store.tiers import BlobTier, GuardedTier
-from cachecraft_rag.store.tiers.disk import DiskTier
-
-NUM_RANKS = 2
-NUM_KEYS = 6
-NUM_PREFIXES = 2
-SHARED = "shared"
-"""Tenant whose chunks everybody writes and drops at once; each other tenant has one writer."""
-STALLED = "stalled"
-STALLED_TOKENS = 251
-"""More than any other record has: its file is known by its size."""
-WATCHDOG_SPARE_S = 90.0
-PATIENT_S = 60.0
-"""A busy machine is no fault of the store."""
+from cachecraft_rag.chunks import ChunkKey
+from cachecraft_rag.store.cold import ColdStore, ColdVariant
 
 ACTIONS = {"load": 180, "put": 24, "put_shared": 6, "drop": 6, "drop_shared": 2, "drop_tenant": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """`stall_s`: how long the first process has one read of the disk stalled, 0 for not at all."""
-
-    folder: str
-    disk_bytes: int
-    redis_url: str
-    redis_bytes: int
-    state_file: str
-    process: int
-    num_processes: int
-    num_threads: int
-    duration_s: float
-    stall_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -69,98 +51,6 @@ class Report:
     load_times: list[tuple[float, float]] = field(default_factory=list)
     stall: tuple[float, float] | None = None
     errors: dict[str, str] = field(default_factory=dict)
-
-
-def num_tokens_of(key: str) -> int:
-    """One of several lengths; the shortest records are below the size from which disk values are files."""
-    return STALLED_TOKENS if key == STALLED else (3, 40, 90, 150, 200, 250)[int(key[1:]) % NUM_KEYS]
-
-
-def form_of(key: str) -> dict[str, ArrayForm]:
-    return {KV: ArrayForm("bfloat16", (2, 2, num_tokens_of(key), 2, 32))}
-
-
-def bits(size: int, *name: object) -> np.ndarray:
-    """Bits that follow from a name alone."""
-    seed = int.from_bytes(hashlib.blake2b(repr(name).encode(), digest_size=8).digest(), "little")
-    return np.random.default_rng(seed).integers(0, 1 << 16, size, np.uint16)
-
-
-def kv_of(meta: RecordMeta, rank: int) -> np.ndarray:
-    form = form_of(meta.key)[KV]
-    flat = bits(form.num_bytes // 2, meta.tenant, meta.key, meta.prefix_hash, rank)
-    return flat.view(ml_dtypes.bfloat16).reshape(form.shape)
-
-
-def scores_of(meta: RecordMeta) -> np.ndarray:
-    return bits(meta.num_tokens, meta.tenant, meta.key, meta.prefix_hash, "scores").astype(np.float32)
-
-
-def meta_of(tenant: str, key: str, prefix: int) -> RecordMeta:
-    return RecordMeta(
-        record_id=0,
-        key=ChunkKey(key),
-        tenant=tenant,
-        num_tokens=num_tokens_of(key),
-        start=prefix,
-        size_bytes=1,
-        prefix_hash=f"p{prefix}",
-        profile=AttentionProfile(0.5, 0.5, (), np.zeros(0, np.float32)),
-    )
-
-
-def put(cold: ColdStore, meta: RecordMeta) -> None:
-    """Both ranks' shares, then the manifest where both were taken, as the scheduler side does it."""
-    parts = [cold.put_part(meta, rank, kv_of(meta, rank), scores_of(meta)) for rank in range(NUM_RANKS)]
-    tiers = frozenset.intersection(*(frozenset(tiers) for _, tiers in parts))
-    cold.publish(meta, [entry for entry, _ in parts], tiers)
-
-
-def is_same(record: ColdRecord, meta: RecordMeta, rank: int) -> bool:
-    """Bit by bit: KV that is not a number is KV too."""
-    return (
-        record.token_scores is not None
-        and record.kv.tobytes() == kv_of(meta, rank).tobytes()
-        and record.token_scores.tobytes() == scores_of(meta).tobytes()
-    )
-
-
-def open_cold(settings: Settings) -> ColdStore:
-    """Of its own for each process, as each vLLM process has one."""
-    tiers: dict[str, BlobTier] = {
-        "disk": DiskTier(settings.folder, settings.disk_bytes, timeout_s=PATIENT_S),
-    }
-    if settings.redis_url:
-        from cachecraft_rag.store.tiers.redis import RedisTier
-
-        tiers["redis"] = RedisTier(settings.redis_url, settings.redis_bytes, timeout_s=PATIENT_S)
-    return ColdStore({name: GuardedTier(tier) for name, tier in tiers.items()}, "model", NUM_RANKS)
-
-
-class Presence:
-    """What each tenant's writer says of its chunks, in memory that all processes share.
-
-    An even number: the chunk was dropped, or never stored, and must not be found. An odd one: it may be
-    found. Only the writer changes it, to odd before it writes and to even after it has dropped; the same
-    even number before and after a look means that the chunk was gone all the while.
-    """
-
-    def __init__(self, path: str, num_writers: int) -> None:
-        self._numbers = np.memmap(path, np.int64, "r+", shape=(num_writers, NUM_KEYS))
-        self.num_writers = num_writers
-
-    @staticmethod
-    def create(path: Path, num_writers: int) -> None:
-        path.write_bytes(bytes(8 * num_writers * NUM_KEYS))
-
-    def number(self, writer: int, key: int) -> int:
-        return int(self._numbers[writer, key])
-
-    def may_be(self, writer: int, key: int) -> None:
-        self._numbers[writer, key] |= 1
-
-    def is_gone(self, writer: int, key: int) -> None:
-        self._numbers[writer, key] += self._numbers[writer, key] & 1
 
 
 class Worker:
@@ -185,7 +75,7 @@ class Worker:
                 getattr(self, action)()
                 self.counts[action] += 1
         except Exception as error:
-            self.faults.append(f"{self._tenant}: {error!r}")
+            self._add_faults([f"ended: {error!r}"])
 
     def load(self) -> None:
         """Find any chunk of anybody, and load what was found."""
@@ -193,16 +83,10 @@ class Worker:
         if self._dice.random() < 0.1:
             variants = self._cold.find(SHARED, ChunkKey(f"k{key}"))
         else:
-            variants = self.find(writer, key)
+            variants, faults = self._presence.find(self._cold, writer, key)
+            self._add_faults(faults)
         for variant in variants:
             self._load(variant, writer, key)
-
-    def find(self, writer: int, key: int) -> list[ColdVariant]:
-        before = self._presence.number(writer, key)
-        variants = self._cold.find(f"t{writer}", ChunkKey(f"k{key}"))
-        if variants and self._was_gone(before, writer, key):
-            self.faults.append(f"{self._tenant} found {variants[0].name}, which was dropped")
-        return variants
 
     def put(self) -> None:
         key = self._dice.randrange(NUM_KEYS)
@@ -237,13 +121,13 @@ class Worker:
             self.counts["load_nothing"] += 1
             return
         self.counts["load_record"] += 1
-        if meta.tenant != SHARED and self._was_gone(before, writer, key):
-            self.faults.append(f"{self._tenant} loaded {variant.name}, which was dropped")
+        if meta.tenant != SHARED and self._presence.was_gone(before, writer, key):
+            self._add_faults([f"loaded {variant.name}, which was dropped"])
         if not is_same(record, meta, rank):
-            self.faults.append(f"{self._tenant} loaded other bits than those of {variant.name}")
+            self._add_faults([f"loaded other bits than those of {variant.name}"])
 
-    def _was_gone(self, before: int, writer: int, key: int) -> bool:
-        return before % 2 == 0 and self._presence.number(writer, key) == before
+    def _add_faults(self, faults: list[str]) -> None:
+        self.faults += [f"{self._tenant} {fault}" for fault in faults]
 
 
 class Stall:
@@ -329,15 +213,6 @@ def work(settings: Settings, cold: ColdStore, presence: Presence) -> Report:
     return Report(faults, dict(counts), load_times, stall.interval)
 
 
-def look_for_dropped(cold: ColdStore, presence: Presence) -> list[str]:
-    """What is found though its writer has dropped it, when nobody writes any more."""
-    looker = Worker(cold, presence, 0)
-    for writer in range(presence.num_writers):
-        for key in range(NUM_KEYS):
-            looker.find(writer, key)
-    return looker.faults
-
-
 def say(answer: object) -> None:
     print(json.dumps(answer), flush=True)
 
@@ -351,7 +226,7 @@ def main(settings: Settings) -> None:
     report = work(settings, cold, presence)
     say("done")
     sys.stdin.readline()
-    report.faults += look_for_dropped(cold, presence)
+    report.faults += presence.all_faults(cold)
     report.errors = {
         name: f"{stats.num_errors} errors, {stats.num_skips} skips: {stats.last_fault}"
         for name, stats in cold.stats().items()
