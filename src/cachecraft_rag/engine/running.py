@@ -171,11 +171,6 @@ class RunningEngine:
                         self._note(prepared, delta.completion)
                     yield delta
 
-    def chunk_keys(self, tenant: str, chunks: Sequence[Chunk]) -> list[ChunkKey]:
-        """Keys of the chunks as they would stand in a prompt; blank ones have none."""
-        namespace, encode = self.tenant_namespace(tenant), self.segment_tokenizer.encode_chunk
-        return [chunk_key(namespace, encode(text)) for chunk in chunks if (text := chunk.text.strip())]
-
     async def send(self, action: str, **arguments: Any) -> None:
         """Send a command to the scheduler side whose result nobody waits for."""
         await self._backend.send_control(ControlMessage(_new_id(), action, arguments))
