@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,32 +95,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path
     return folder
 
 
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    """A Redis of the tests' own, on a socket in a folder of its own, which keeps nothing."""
-    if shutil.which("redis-server") is None:
-        pytest.skip("no redis-server; `apt-get install redis-server` provides it")
-    with tempfile.TemporaryDirectory(prefix="redis-") as folder:
-        socket = f"{folder}/socket"
-        command = ["redis-server", "--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        for line in server.stdout:
-            if "ready to accept connections" in line.lower():
-                break
-        yield f"unix://{socket}"
-        server.kill()
-        server.communicate()
-
-
 def on_disk(folder: Path) -> dict[str, Any]:
     return {"disk_store_dir": str(folder), "disk_store_bytes": 1 << 26}
 
 
-def test_engines_share_kv_through_disk_and_redis(tiny_model: Path, redis_url: str, tmp_path: Path) -> None:
+def test_engines_share_kv_through_disk_and_redis(tiny_model: Path, redis_server: Any, tmp_path: Path) -> None:
     """A second process on the same folder answers its first request from disk, a third on another folder from
     Redis, with the same answers."""
-    redis = {"redis_url": redis_url, "redis_store_bytes": 1 << 26}
+    redis = {"redis_url": redis_server.url, "redis_store_bytes": 1 << 26}
     with EngineProcess(tiny_model, **on_disk(tmp_path / "one"), **redis) as first:
         answer = first.ask()
     with EngineProcess(tiny_model, **on_disk(tmp_path / "one"), **redis) as second:

@@ -177,9 +177,9 @@ class ColdStore:
         """`drop`, of everything of a tenant."""
         return self._drop_prefix(f"{self._tenant_part(tenant)}/")
 
-    def drop_all(self) -> int:
-        """`drop`, of everything of this model."""
-        return self._drop_prefix(f"{self._namespace}.")
+    def drop_all(self, tier_names: Iterable[str] | None = None) -> int:
+        """`drop`, of everything of this model; from all tiers, or those named."""
+        return self._drop_prefix(f"{self._namespace}.", tier_names)
 
     # --- upkeep -------------------------------------------------------------------------------
 
@@ -223,9 +223,12 @@ class ColdStore:
             logger.warning("%s in %s cannot be used: %s", name.manifest_blob, tier_name, error)
             return None
 
-    def _drop_prefix(self, prefix: str) -> int:
+    def _drop_prefix(self, prefix: str, tier_names: Iterable[str] | None = None) -> int:
         num_variants = 0
-        for tier in self._tiers.values():
+        for tier_name in self._tiers if tier_names is None else tier_names:
+            tier = self._tiers.get(tier_name)
+            if tier is None:  # it could not be opened
+                continue
             blobs = sorted(tier.names(prefix), key=lambda name: not name.endswith("/manifest"))
             num_variants = max(num_variants, sum(name.endswith("/manifest") for name in blobs))
             tier.delete(blobs)

@@ -72,16 +72,12 @@ def open_tiers(settings: ColdSettings) -> dict[str, BlobTier]:
     return tiers
 
 
-def blobs_folder(settings: ColdSettings) -> Path:
-    return Path(settings.disk_dir) / "blobs"
-
-
 def _open_disk(settings: ColdSettings) -> BlobTier | None:
     if not settings.disk_bytes:
         return None
     from cachecraft_rag.store.tiers.disk import DiskTier
 
-    return DiskTier(blobs_folder(settings), settings.disk_bytes)
+    return DiskTier(Path(settings.disk_dir) / "blobs", settings.disk_bytes)
 
 
 def _open_redis(settings: ColdSettings) -> BlobTier | None:

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,18 +21,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cachecraft_rag.store.base import ChunkStore
-from cachecraft_rag.store.cold import ColdStore
-from cachecraft_rag.store.cold_settings import ColdSettings, blobs_folder, open_journal, open_tiers
+from cachecraft_rag.store.cold_settings import ColdSettings
 from cachecraft_rag.store.host import HostChunkStore
-from cachecraft_rag.store.journal import Follower, JournalError
-from cachecraft_rag.store.journal.position_file import PositionFile
 from cachecraft_rag.store.null import NullChunkStore
 from cachecraft_rag.store.policies import policy_named, with_ttl
 from cachecraft_rag.vllm_connector import compat
-from cachecraft_rag.vllm_connector.cold_io import ColdIO
-from cachecraft_rag.vllm_connector.cold_side import ColdSide, Orphans
+from cachecraft_rag.vllm_connector.cold_side import Orphans
 from cachecraft_rag.vllm_connector.scheduler_side import SchedulerSide
-from cachecraft_rag.vllm_connector.shared_changes import OnApplied, SharedChanges
+from cachecraft_rag.vllm_connector.shared_tiers import open_cold_io, open_shared
 from cachecraft_rag.vllm_connector.steps import StepFacts, StepOrders
 from cachecraft_rag.vllm_connector.worker_side import WorkerSide
 
@@ -85,12 +80,13 @@ class CacheCraftConnector(KVConnectorBase_V1):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         block_size = vllm_config.cache_config.block_size
         num_ranks = vllm_config.parallel_config.tensor_parallel_size
+        settings = ColdSettings.from_dict(extra["cold"])
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             orphaned = Orphans()
             store = _make_store(extra, orphaned)
-            shared = _open_shared(extra, store, num_ranks, orphaned)
+            shared = open_shared(settings, store, num_ranks, orphaned)
             self.scheduler_side = SchedulerSide(
                 store,
                 block_size=block_size,
@@ -101,9 +97,8 @@ class CacheCraftConnector(KVConnectorBase_V1):
                 make_changes=shared.make_changes if shared else None,
             )
         else:
-            self.worker_side = WorkerSide(
-                extra["num_profile_layers"], block_size, num_ranks, _make_cold_io(extra, num_ranks)
-            )
+            cold_io = open_cold_io(settings, compat.tensor_parallel_rank(), num_ranks)
+            self.worker_side = WorkerSide(extra["num_profile_layers"], block_size, num_ranks, cold_io)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -199,59 +194,3 @@ def _make_store(extra: dict[str, Any], orphans: Orphans) -> ChunkStore:
         policy if ttl_s is None else with_ttl(policy, ttl_s),
         extra["has_admission"],
     )
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """What the scheduler side shares with other processes, or with a later one."""
-
-    cold: ColdSide
-    make_changes: Callable[[OnApplied], SharedChanges]
-
-
-def _open_shared(
-    extra: dict[str, Any], store: ChunkStore, num_ranks: int, orphans: Orphans
-) -> _Shared | None:
-    """None without cold tiers, and where the journal cannot be opened: then nobody could say what in them is
-    out of date."""
-    settings = ColdSettings.from_dict(extra["cold"])
-    positions = PositionFile(Path(settings.disk_dir) / f"position-{settings.name}.json")
-    # A journal in the folder itself goes with what is in it; one in Redis may have gone on, or been lost,
-    # without it. A new folder has missed nothing.
-    is_apart = bool(settings.redis_url and settings.disk_bytes) and blobs_folder(settings).is_dir()
-    past = positions.load() if is_apart else None
-    cold = _open_cold(settings, num_ranks)
-    if cold is None:
-        return None
-    try:
-        journal = open_journal(settings)
-        end = journal.end()
-        if settings.disk_bytes and past is None:
-            positions.save(end)
-    except JournalError as error:
-        logger.warning("cold tiers are left out: %s", error)
-        cold.close()
-        return None
-    follower = Follower(journal, "engine", position=past)
-    follower.start()
-    made: list[SharedChanges] = []
-
-    def make_changes(on_applied: OnApplied) -> SharedChanges:
-        keep = positions.save if settings.disk_bytes else lambda position: None
-        made.append(SharedChanges(follower, store, side.changer, on_applied, (past or end).seq, keep))
-        return made[0]
-
-    side = ColdSide(
-        cold, store, num_ranks, settings.wait_s, orphans, may_publish=lambda meta: made[0].is_registered(meta)
-    )
-    return _Shared(side, make_changes)
-
-
-def _make_cold_io(extra: dict[str, Any], num_ranks: int) -> ColdIO | None:
-    cold = _open_cold(ColdSettings.from_dict(extra["cold"]), num_ranks)
-    return ColdIO(cold, compat.tensor_parallel_rank()) if cold is not None else None
-
-
-def _open_cold(settings: ColdSettings, num_ranks: int) -> ColdStore | None:
-    tiers = open_tiers(settings) if settings.has_tiers else {}
-    return ColdStore(tiers, settings.namespace, num_ranks, settings.codec, settings.ttl_s) if tiers else None

@@ -5,12 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,63 +21,6 @@ from cachecraft_rag.store.journal.sqlite import SqliteJournal
 
 PATIENT_S = 20.0
 """A busy machine is no fault of the journal."""
-
-
-class RedisServer:
-    """A `redis-server` that keeps nothing unless told to, reachable by a socket in a folder of its own."""
-
-    def __init__(self, *options: str) -> None:
-        self._folder = tempfile.mkdtemp(prefix="redis-")
-        self._options = options
-        self.url = f"unix://{self._folder}/socket"
-        self.start()
-
-    def start(self) -> None:
-        """Start and wait until it answers."""
-        command = ["redis-server", "--port", "0", "--dir", self._folder]
-        command += ["--unixsocket", f"{self._folder}/socket", "--save", "", *self._options]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if "ready to accept connections" in line.lower():
-                return
-        raise RuntimeError(f"{command} ended before it was ready")
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def remove(self) -> None:
-        self.stop()
-        shutil.rmtree(self._folder)
-
-
-@pytest.fixture(scope="session")
-def need_redis() -> None:
-    if shutil.which("redis-server") is None:
-        pytest.skip("no redis-server; `apt-get install redis-server` provides it")
-    pytest.importorskip("redis", reason="no redis-py; `pip install redis` provides it")
-
-
-@pytest.fixture(scope="session")
-def journal_redis(need_redis: None) -> Iterator[RedisServer]:
-    server = RedisServer()
-    yield server
-    server.remove()
-
-
-@pytest.fixture
-def make_redis(need_redis: None) -> Iterator[Callable[..., RedisServer]]:
-    """Starts servers that a test may stop; takes the server's options."""
-    servers: list[RedisServer] = []
-
-    def make(*options: str) -> RedisServer:
-        servers.append(RedisServer(*options))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.remove()
 
 
 prefixes = (f"journal-{number}" for number in itertools.count())
@@ -131,7 +71,7 @@ def open_journal(spec: str, max_lease_s: float = 60.0) -> Journal:
 
 @pytest.fixture(params=["sqlite", "redis"])
 def journals(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[JournalMaker]:
-    redis_url = request.getfixturevalue("journal_redis").url if request.param == "redis" else ""
+    redis_url = request.getfixturevalue("redis_server").url if request.param == "redis" else ""
     maker = JournalMaker(request.param, redis_url, tmp_path)
     yield maker
     maker.close()
@@ -196,33 +136,3 @@ def eventually() -> Callable[[Callable[[], bool]], None]:
             threading.Event().wait(0.01)
 
     return wait_until
-
-
-@pytest.fixture(scope="session")
-def journal_cluster_url(need_redis: None) -> Iterator[str]:
-    """A cluster of one node, which has all slots."""
-    import redis
-
-    port = _free_port()
-    server = RedisServer("--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes")
-    with redis.Redis(port=port) as client:
-        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        deadline_s = time.monotonic() + PATIENT_S
-        while client.cluster("INFO")["cluster_state"] != "ok":
-            assert time.monotonic() < deadline_s, "the cluster did not form"
-            threading.Event().wait(0.02)
-    yield f"redis+cluster://127.0.0.1:{port}"
-    server.remove()
-
-
-def _free_port() -> int:
-    """A port free now, low enough for a cluster's second port 10,000 above."""
-    for port in range(20_003, 50_000, 7):
-        with socket.socket() as probe, socket.socket() as bus_probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-                bus_probe.bind(("127.0.0.1", port + 10_000))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError("no port is free")

@@ -343,39 +343,7 @@ def test_a_follower_that_lapsed_at_the_very_start_starts_over(
     assert follower.is_current()
 
 
-def test_a_kept_position_that_can_be_continued_resets_nothing(
-    journal: SqliteJournal, make_follower: Callable[..., Follower]
-) -> None:
-    """A process that starts again gets all documents anew, and keeps its cold records."""
-    follower = caught_up(make_follower())
-    assert follower.position == journal.end()
-    journal.append([invalidation("x")])
-    follower.poll()
-    follower.drain()
-    kept = follower.position
-    journal.append([invalidation("missed")])
-    again = make_follower(position=kept)
-    again.poll()
-    entries = again.drain()
-    assert kept is not None
-    assert [(entry.doc_id, entry.seq > kept.seq) for entry in entries] == [("x", False), ("missed", True)]
-
-
-def test_a_kept_position_that_is_gone_resets_first(
-    journal: SqliteJournal, make_follower: Callable[..., Follower]
-) -> None:
-    """Compacted past it, or another epoch: its cold records may be out of date."""
-    journal.append([replacement("v1", "k1")])
-    kept = journal.end()
-    journal.append([invalidation("y"), invalidation("z")])
-    journal.compact(keep=0)
-    for position in (kept, Position("another", 3)):
-        follower = make_follower(position=position)
-        follower.poll()
-        assert drained(follower) == ["reset", "x"]
-
-
-def test_without_a_kept_position_a_reset_journal_resets(tmp_path: Path, clock: Clock) -> None:
+def test_a_reset_journal_resets(tmp_path: Path, clock: Clock) -> None:
     """The process that found the damage drops its cold records; one that finds all sound does not."""
     SqliteJournal(tmp_path / "j", clock=clock).close()
     (tmp_path / "j" / "journal-1.sqlite3").write_bytes(b"not a database" * 1000)

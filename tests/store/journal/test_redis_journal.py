@@ -16,7 +16,7 @@ RedisJournal = Any
 
 
 @pytest.fixture
-def open_journal(need_redis: None) -> Iterator[Callable[..., RedisJournal]]:
+def open_journal(make_redis: Any) -> Iterator[Callable[..., RedisJournal]]:
     from cachecraft_rag.store.journal.redis import RedisJournal
 
     opened: list[RedisJournal] = []
@@ -106,13 +106,13 @@ def test_a_follower_survives_a_restart_with_a_reset(
     assert follower.last_fault == ""
 
 
-def test_a_key_that_the_server_dropped_is_a_new_epoch(journal_redis: Any, open_journal: Any) -> None:
+def test_a_key_that_the_server_dropped_is_a_new_epoch(redis_server: Any, open_journal: Any) -> None:
     """All of the journal is one key, so that evictions and flushes cannot take a part of it."""
     import redis
 
-    journal = open_journal(journal_redis, prefix="dropped")
+    journal = open_journal(redis_server, prefix="dropped")
     end = journal.append([invalidation("x")])
-    with redis.Redis.from_url(journal_redis.url) as client:
+    with redis.Redis.from_url(redis_server.url) as client:
         keys = list(client.scan_iter(match="{dropped}*"))
         assert len(keys) == 1
         assert client.ttl(keys[0]) == -1
@@ -135,13 +135,13 @@ def test_a_policy_that_may_evict_the_journal_is_reported(
     assert open_journal(server).check() == []
 
 
-def test_a_missing_entry_is_reported_and_not_skipped(journal_redis: Any, open_journal: Any) -> None:
+def test_a_missing_entry_is_reported_and_not_skipped(redis_server: Any, open_journal: Any) -> None:
     """Somebody else changed the hash."""
     import redis
 
-    journal = open_journal(journal_redis, prefix="torn")
+    journal = open_journal(redis_server, prefix="torn")
     journal.append([invalidation("x"), invalidation("y")])
-    with redis.Redis.from_url(journal_redis.url) as client:
+    with redis.Redis.from_url(redis_server.url) as client:
         client.hdel("{torn}:journal", "e1")
     with pytest.raises(JournalError, match="entry 1"):
         entries_of(journal)
@@ -163,18 +163,18 @@ def test_a_full_server_undoes_the_append(make_redis: Any, open_journal: Any) -> 
     assert entries_of(journal) == ["x"]
 
 
-def test_journals_of_two_prefixes_know_nothing_of_each_other(journal_redis: Any, open_journal: Any) -> None:
+def test_journals_of_two_prefixes_know_nothing_of_each_other(redis_server: Any, open_journal: Any) -> None:
     """Entries, members and epochs are apart."""
-    one, two = (open_journal(journal_redis, prefix=prefix) for prefix in ("apart-1", "apart-2"))
+    one, two = (open_journal(redis_server, prefix=prefix) for prefix in ("apart-1", "apart-2"))
     one.join("me", LEASE_S)
     one.append([invalidation("x")])
     assert entries_of(two) == []
     assert "me" not in two.waiting_for(two.append([invalidation("y")]))
 
 
-def test_in_a_cluster_it_is_one_key(journal_cluster_url: str, open_journal: Any) -> None:
+def test_in_a_cluster_it_is_one_key(redis_cluster_url: str, open_journal: Any) -> None:
     """Scripts and hash tag fit a cluster's rules."""
-    journal = open_journal(journal_cluster_url)
+    journal = open_journal(redis_cluster_url)
     journal.join("me", LEASE_S)
     end = journal.append([invalidation("x"), invalidation("y")])
     journal.acknowledge("me", end, LEASE_S)

@@ -34,8 +34,6 @@ def load_module(path: Path) -> Any:
 HERE = Path(__file__).parent
 SCRIPT = HERE / "stress_process.py"
 stress = load_module(HERE / "stress_records.py")
-tiers = load_module(HERE.parent / "tiers" / "conftest.py")
-need_redis, redis_server = tiers.need_redis, tiers.redis_server
 
 NUM_PROCESSES = 4
 NUM_THREADS = 8

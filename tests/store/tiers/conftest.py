@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import signal
-import socket
-import subprocess
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,92 +19,10 @@ PATIENT_S = 10.0
 """A busy machine is no fault of the tier."""
 
 
-class RedisServer:
-    """A `redis-server` that keeps nothing, reachable by a socket in a folder of its own."""
-
-    def __init__(self, *options: str) -> None:
-        self._folder = tempfile.mkdtemp(prefix="redis-")
-        self._options = options
-        self.url = f"unix://{self._folder}/socket"
-        self.start()
-
-    def start(self) -> None:
-        """Start, empty, and wait until it answers."""
-        command = ["redis-server", "--save", "", "--appendonly", "no", "--dir", self._folder]
-        command += ["--unixsocket", f"{self._folder}/socket", *(self._options or ("--port", "0"))]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if "ready to accept connections" in line.lower():
-                return
-        raise RuntimeError(f"{command} ended before it was ready")
-
-    def freeze(self) -> None:
-        """Let it hold its connections and answer nothing."""
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def remove(self) -> None:
-        self.stop()
-        shutil.rmtree(self._folder)
-
-
-def free_port() -> int:
-    """A port free now, low enough for a cluster's second port 10,000 above."""
-    for port in range(20_000, 50_000, 7):
-        with socket.socket() as probe, socket.socket() as bus_probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-                bus_probe.bind(("127.0.0.1", port + 10_000))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError("no port is free")
-
-
-@pytest.fixture(scope="session")
-def need_redis() -> None:
-    if shutil.which("redis-server") is None:
-        pytest.skip("no redis-server; `apt-get install redis-server` provides it")
-    pytest.importorskip("redis", reason="no redis-py; `pip install redis` provides it")
-
-
-@pytest.fixture(scope="session")
-def redis_server(need_redis: None) -> Iterator[RedisServer]:
-    server = RedisServer()
-    yield server
-    server.remove()
-
-
 @pytest.fixture
-def own_redis(need_redis: None) -> Iterator[RedisServer]:
+def own_redis(make_redis: Callable[..., Any]) -> Any:
     """A server that a test may stop."""
-    server = RedisServer()
-    yield server
-    server.remove()
-
-
-@pytest.fixture(scope="session")
-def redis_cluster_url(need_redis: None) -> Iterator[str]:
-    """A cluster of one node, which has all slots."""
-    import redis
-
-    port = free_port()
-    server = RedisServer("--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes")
-    with redis.Redis(port=port) as client:
-        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        deadline_s = time.monotonic() + 30
-        while client.cluster("INFO")["cluster_state"] != "ok":
-            assert time.monotonic() < deadline_s, "the cluster did not form"
-            threading.Event().wait(0.02)
-    yield f"redis+cluster://127.0.0.1:{port}"
-    server.remove()
+    return make_redis()
 
 
 prefixes = (f"test-{number}" for number in itertools.count())

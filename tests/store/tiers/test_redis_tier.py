@@ -67,7 +67,7 @@ def assert_found_and_repaired(tier: Any, sentence: str) -> None:
     ("url", "prefix"),
     [("http://user:secret@host", "p"), ("secret", "p"), ("redis://h", "a{b}"), ("redis://h", "")],
 )
-def test_settings_are_checked_and_passwords_kept(need_redis: None, url: str, prefix: str) -> None:
+def test_settings_are_checked_and_passwords_kept(make_redis: Any, url: str, prefix: str) -> None:
     """A foreign scheme or a prefix with a hash tag of its own is refused before any connection."""
     with pytest.raises(ConfigurationError) as refusal:
         make_tier(url, prefix)
@@ -75,7 +75,7 @@ def test_settings_are_checked_and_passwords_kept(need_redis: None, url: str, pre
 
 
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
-def test_a_server_that_never_was(need_redis: None, scheme: str) -> None:
+def test_a_server_that_never_was(make_redis: Any, scheme: str) -> None:
     """Making the tier does not connect; every call says that nobody is there."""
     assert_every_call_fails(make_tier(f"{scheme}://127.0.0.1:1"))
 

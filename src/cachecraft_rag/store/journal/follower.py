@@ -48,7 +48,6 @@ class Follower:
         *,
         lease_s: float = 3.0,
         poll_s: float = 0.05,
-        position: Position | None = None,
         compact_every: int = 10_000,
         clock: Callable[[], float] = lease_clock,
         wait: Callable[[float], object] = time.sleep,
@@ -59,8 +58,6 @@ class Follower:
             name: for people; a unique part is added, so that a process started again is another member.
             lease_s: how long the others wait for this process when it stops answering.
             poll_s: time between two looks at the journal.
-            position: up to where this process's cold records have followed the journal. If that can not be
-                continued, `drain` begins with a reset.
             compact_every: entries between two compactions; the process that appends the last of them does it.
             clock: seconds; must go on while the machine sleeps.
             wait: how `append_and_wait` waits.
@@ -71,7 +68,7 @@ class Follower:
         """What `drain` gave goes at least so far: to keep beside cold records once it is applied to them."""
         self._journal = journal
         self._poll_s = poll_s
-        self._kept = position
+        self._kept: Position | None = None
         self._compact_every = compact_every
         self._clock = clock
         self._wait = wait

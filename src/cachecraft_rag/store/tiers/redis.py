@@ -44,7 +44,7 @@ class RedisTier:
     """
 
     def __init__(
-        self, url: str, budget_bytes: int, *, prefix: str = "cachecraft", timeout_s: float = 0.05
+        self, url: str, budget_bytes: int, *, prefix: str = "cachecraft", timeout_s: float = 0.5
     ) -> None:
         """Connects at the first call, not here.
 
