@@ -13,6 +13,7 @@ QUALITY_ARGS ?= report
 LOCK_ARGS ?=
 EXACTNESS_WORKERS ?= 2
 
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo -n)
 VENV := .venv
 STAMP := $(VENV)/.stamp
 RUN := $(VENV)/bin/python
@@ -28,7 +29,7 @@ INSTALL_REQUIREMENTS = $(PIP_INSTALL) --no-deps -r $(REQUIREMENTS)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test unit lint exactness faults bench quality lock clean
+.PHONY: help venv model demo test unit redis lint exactness faults bench quality lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -47,11 +48,17 @@ model: venv ## prepare the embedded default model and print its path
 demo: model ## answer questions over the demo data, with and without reuse
 	$(RUN) examples/demo.py
 
-test: lint ## lint, unit tests and engine tests
+test: lint redis ## lint, unit tests and engine tests
 	$(RUN) -m pytest -m "not slow and not exactness" $(PYTEST_ARGS)
 
 unit: venv ## tests that start no engine
 	$(RUN) -m pytest -m "not engine and not slow and not exactness" $(PYTEST_ARGS)
+
+# Tests start servers of their own; without the program they are skipped, and pytest prints why.
+redis: ## install redis-server where there is none, if this user may
+	@command -v redis-server >/dev/null || \
+	  { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -yqq --no-install-recommends redis-server; } \
+	  >/dev/null 2>&1 || echo "redis-server is not installed and could not be: tests with Redis are skipped"
 
 lint: venv ## ruff, mypy and the import contracts
 	$(RUN) -m ruff check .

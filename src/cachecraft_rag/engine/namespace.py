@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
+
+from cachecraft_rag.engine.fingerprint import model_fingerprint
 
 _ROPE_FIELDS = (
     "rope_parameters",
@@ -26,10 +27,8 @@ def namespace_facts(vllm_config: Any, vllm_version: str) -> dict[str, Any]:
     """
     model, text = vllm_config.model_config, vllm_config.model_config.hf_text_config
     return {
-        "model": _resolved(str(model.model)),
-        "revision": model.revision,
-        "tokenizer": _resolved(str(model.tokenizer)),
-        "tokenizer_revision": model.tokenizer_revision,
+        "model": model_fingerprint(str(model.model), model.revision),
+        "tokenizer": model_fingerprint(str(model.tokenizer), model.tokenizer_revision),
         "model_type": getattr(text, "model_type", None),
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
@@ -70,11 +69,6 @@ def tenant_cache_salt(tenant: str, part: str) -> str:
 
 def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _resolved(name: str) -> str:
-    path = Path(name)
-    return str(path.resolve()) if path.exists() else name
 
 
 def _plain(value: Any) -> Any:
