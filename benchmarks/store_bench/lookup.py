@@ -145,13 +145,16 @@ def measure_finds(places: Places, sizes: Sequence[int], num_finds: int) -> list[
 
 
 def _measure_tier(places: Places, kind: str, sizes: Sequence[int], num_finds: int) -> Iterator[FindRow]:
-    """Manifests alone, which are all that `find` reads."""
+    """Records without KV: `find` reads their manifests, and of the rest only the names."""
     dice = random.Random(SEED)
-    with closing_store(ColdStore({kind: places.open(kind, COLD_BUDGET_BYTES)}, "model", 1)) as cold:
+    tier = places.open(kind, COLD_BUDGET_BYTES)
+    with closing_store(ColdStore({kind: tier}, "model", 1)) as cold:
         num_stored = 0
         for size in sizes:
             for number in range(num_stored, size):
-                cold.publish(meta_of(number), [BlobEntry(1, "0" * 32)], [kind])
+                meta = meta_of(number)
+                tier.put(cold.name_of(meta).rank_blob(0, 1), b"")
+                cold.publish(meta, [BlobEntry(1, "0" * 32)], [kind])
             num_stored = size
             times = []
             for _ in range(num_finds):

@@ -17,7 +17,14 @@ from cachecraft_rag.store.host import HostChunkStore
 from cachecraft_rag.store.tiers import MemoryTier
 from cachecraft_rag.vllm_connector.cold_side import ColdSide, Orphans
 from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ChunkRef
-from cachecraft_rag.vllm_connector.steps import ColdFacts, JobFacts, LoadedPart, StepFacts, WrittenPart
+from cachecraft_rag.vllm_connector.steps import (
+    ColdFacts,
+    ColdRead,
+    JobFacts,
+    LoadedPart,
+    StepFacts,
+    WrittenPart,
+)
 
 MakeBench = Callable[..., "Bench"]
 
@@ -39,11 +46,20 @@ WAIT_S = 0.05
 class Bench:
     """A cold side over tiers in memory, a clock that stands, and threads that run at once."""
 
-    def __init__(self, executor: Executor, num_ranks: int = 1, host_bytes: int = 1000) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        num_ranks: int = 1,
+        host_bytes: int = 1000,
+        has_slow_tier: bool = False,
+    ) -> None:
         self.now_s = 0.0
         self.executor = executor
         self.tier = MemoryTier(1 << 20)
-        self.cold = ColdStore({"disk": self.tier}, "model", num_ranks)
+        self.slow_tier = MemoryTier(1 << 20)
+        tiers = {"disk": self.tier, "redis": self.slow_tier} if has_slow_tier else {"disk": self.tier}
+        self.num_ranks = num_ranks
+        self.cold = ColdStore(tiers, "model", num_ranks)
         orphans = Orphans()
         self.host = HostChunkStore(host_bytes, 2, orphans.add)
         self.side = ColdSide(
@@ -63,8 +79,9 @@ class Bench:
         return WrittenPart(*self.cold.put_part(meta, rank, kv, None))
 
     def write(self, meta: RecordMeta) -> None:
-        """One rank carries out a write order."""
-        self.side.take_facts({0: ColdFacts(written={meta.record_id: self.part(meta)})})
+        """All ranks carry out a write order."""
+        for rank in range(self.num_ranks):
+            self.side.take_facts({rank: ColdFacts(written={meta.record_id: self.part(meta, rank)})})
 
     def loaded(self, record_id: int, rank: int = 0, *, is_loaded: bool = True) -> None:
         self.side.take_facts({rank: ColdFacts(loaded={record_id: LoadedPart(is_loaded)})})
@@ -78,8 +95,31 @@ class Bench:
         self.host.drain_freed()
 
     def read_order(self) -> int:
+        return self.order().record_id
+
+    def order(self) -> ColdRead:
         _, (order,) = self.side.take_orders()
-        return order.record_id
+        return order
+
+    def store_slow(self) -> ColdRead:
+        """The chunk is in the slower tier and nowhere else, and is read from there."""
+        self.store_cold()
+        self.tier.delete([*self.tier.names()])
+        self.side.seek("a", [KEY])
+        return self.order()
+
+    def copy(self, order: ColdRead, rank: int = 0) -> WrittenPart:
+        record = self.cold.load(order.variant, rank, {})
+        assert record is not None
+        return WrittenPart(*self.cold.copy_part(order.variant, rank, record, order.copy_to))
+
+    def copied(self, order: ColdRead, part: WrittenPart | None = None, rank: int = 0) -> None:
+        """A rank has copied what it read, or failed to."""
+        facts = ColdFacts(written={order.record_id: part or self.copy(order, rank)})
+        self.side.take_facts({rank: facts})
+
+    def tiers_found(self) -> list[str]:
+        return [variant.tier for variant in self.cold.find("a", KEY)]
 
 
 @pytest.fixture
@@ -259,6 +299,138 @@ def test_host_tier_without_room_reads_nothing(make_bench: MakeBench) -> None:
     search = bench.side.seek("a", [KEY])
     assert search and not bench.side.is_pending(search)
     assert bench.side.take_orders()[1] == ()
+
+
+# --- copies in faster tiers -----------------------------------------------------------------------
+
+
+def test_record_from_a_slower_tier_is_copied_to_the_faster_one(make_bench: MakeBench) -> None:
+    """Behind the reading: the record serves requests before, and the copy is found once it is whole."""
+    bench = make_bench(has_slow_tier=True)
+    order = bench.store_slow()
+    assert (order.variant.tier, order.copy_to) == ("redis", ("disk",))
+    bench.loaded(order.record_id)
+    assert bench.host.holds("a", KEY)
+    bench.copied(order)
+    assert bench.tiers_found() == ["disk"]
+    assert bench.slow_tier.get(order.variant.name.manifest_blob) == order.variant.manifest
+    assert bench.side.take_orders() == ((), ())
+
+
+def test_record_from_the_fastest_tier_is_not_copied(make_bench: MakeBench) -> None:
+    bench = make_bench(has_slow_tier=True)
+    bench.store_cold()
+    bench.side.seek("a", [KEY])
+    assert bench.order().copy_to == ()
+
+
+def test_copy_is_found_once_all_ranks_made_it(make_bench: MakeBench) -> None:
+    """One may have made it before another has even read."""
+    bench = make_bench(num_ranks=2, has_slow_tier=True)
+    order = bench.store_slow()
+    bench.loaded(order.record_id, 0)
+    bench.copied(order, rank=0)
+    assert bench.tiers_found() == ["redis"]
+    bench.loaded(order.record_id, 1)
+    assert bench.tiers_found() == ["redis"]
+    bench.copied(order, rank=1)
+    assert bench.tiers_found() == ["disk"]
+
+
+def test_copy_that_a_rank_could_not_make_goes(make_bench: MakeBench) -> None:
+    """What it was made of stays."""
+    bench = make_bench(num_ranks=2, has_slow_tier=True)
+    order = bench.store_slow()
+    bench.copied(order, rank=0)
+    bench.copied(order, WrittenPart(None), rank=1)
+    assert list(bench.tier.names()) == []
+    assert bench.tiers_found() == ["redis"]
+
+
+def test_copy_of_a_document_that_was_invalidated_goes(make_bench: MakeBench) -> None:
+    """From all tiers, though its parts came after the drop."""
+    bench = make_bench(has_slow_tier=True)
+    order = bench.store_slow()
+    part = bench.copy(order)
+    bench.host.invalidate("a", "doc")
+    bench.side.drop_orphaned()
+    bench.tier.put(order.variant.name.rank_blob(0, 1), b"late")
+    bench.copied(order, part)
+    assert [*bench.tier.names(), *bench.slow_tier.names()] == []
+
+
+def test_text_that_a_new_version_keeps_stays_in_the_slower_tier(make_bench: MakeBench) -> None:
+    """The copy is given up, as nobody can tell at that moment; what was published is not touched."""
+    bench = make_bench(has_slow_tier=True)
+    order = bench.store_slow()
+    part = bench.copy(order)
+    bench.host.replace("a", "doc", "v2", [KEY])
+    bench.side.drop_orphaned()
+    bench.copied(order, part)
+    assert bench.tiers_found() == ["redis"]
+    assert list(bench.tier.names()) == []
+
+
+def test_copy_that_was_published_is_dropped_by_what_comes_after(make_bench: MakeBench) -> None:
+    """Changes of the tiers run in the order in which they were decided."""
+    bench = make_bench(has_slow_tier=True)
+    order = bench.store_slow()
+    part = bench.copy(order)
+    bench.executor.is_held = True
+    bench.copied(order, part)
+    bench.host.invalidate("a", "doc")
+    dropped = bench.side.drop_orphaned()
+    assert not dropped.done()
+    bench.executor.release()
+    assert dropped.result() == 1
+    assert [*bench.tier.names(), *bench.slow_tier.names()] == []
+
+
+def test_dropped_chunk_does_not_come_back(make_bench: MakeBench) -> None:
+    """Neither from a search, nor from a read or a copy that was under way: its KV may be wrong."""
+    bench = make_bench(has_slow_tier=True)
+    order = bench.store_slow()
+    part = bench.copy(order)
+    bench.side.drop("a", [KEY])
+    bench.tier.put(order.variant.name.rank_blob(0, 1), b"late")
+    bench.loaded(order.record_id)
+    bench.copied(order, part)
+    assert not bench.host.holds("a", KEY)
+    assert bench.host.stats().num_reserved == 0
+    assert [*bench.tier.names(), *bench.slow_tier.names()] == []
+
+
+def test_dropped_chunk_that_was_just_found_is_not_read(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.store_cold()
+    search = bench.side.seek("a", [KEY])
+    bench.side.drop("a", [KEY])
+    assert search is not None and not bench.side.is_pending(search)
+    assert bench.side.take_orders() == ((), ())
+
+
+def test_dropped_chunk_that_was_being_written_is_withdrawn(make_bench: MakeBench) -> None:
+    """Another chunk is not."""
+    bench = make_bench()
+    metas = [bench.commit(), bench.commit(key=ChunkKey("k2"))]
+    bench.side.drop("a", [KEY])
+    for meta in metas:
+        bench.write(meta)
+    assert bench.cold.find("a", KEY) == []
+    assert len(bench.cold.find("a", ChunkKey("k2"))) == 1
+
+
+def test_flush_waits_for_copies(make_bench: MakeBench) -> None:
+    """And for those that failed no longer than for the others."""
+    bench = make_bench(has_slow_tier=True)
+    order = bench.store_slow()
+    flush = bench.side.flush()
+    bench.loaded(order.record_id, is_loaded=False)
+    bench.side.take_orders()
+    assert not flush.done()
+    bench.copied(order, WrittenPart(None))
+    bench.side.take_orders()
+    assert flush.result(timeout=0) is None
 
 
 # --- the scheduler side with cold tiers -----------------------------------------------------------

@@ -12,21 +12,22 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cachecraft_rag.chunks import AttentionProfile, ChunkKey, DocumentRef, RecordMeta
+from cachecraft_rag.chunks import AttentionProfile, ChunkKey, RecordMeta
 from cachecraft_rag.store.codecs import Array, Buffer, get_codec
+from cachecraft_rag.store.cold_facts import facts_of, meta_of
+from cachecraft_rag.store.cold_record import TOKEN_SCORES, ColdRecord, load_record
 from cachecraft_rag.store.record_format import (
     KV,
+    ArrayForm,
     BlobEntry,
     Expected,
     Manifest,
     RecordDamagedError,
     RecordFacts,
-    StoredRecord,
     VariantName,
-    decode,
     decode_manifest,
     encode,
     encode_manifest,
@@ -36,8 +37,6 @@ from cachecraft_rag.store.tiers import BlobTier, TierError
 
 logger = logging.getLogger(__name__)
 
-TOKEN_SCORES = "token_scores"
-"""Name of the section with the profile's scores, float32 (num_tokens,)."""
 _DIGEST_BYTES = 8
 
 
@@ -48,24 +47,22 @@ class ColdVariant:
     Attributes:
         tier: name of the first tier that holds it.
         meta: as it was stored, with `record_id` and `generation` 0 and a profile without token scores.
+        manifest: as it was read.
     """
 
     name: VariantName
     tier: str
     meta: RecordMeta
     blobs: tuple[BlobEntry, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ColdRecord:
-    """One rank's KV of a variant, read and checked; arrays may be views of the blob."""
-
-    kv: Array
-    token_scores: Array | None
+    manifest: bytes = field(repr=False)
 
 
 class ColdStore:
-    """Variants by chunk, over tiers that are asked in order.
+    """Variants by chunk, over tiers that are asked in order and that all ranks share.
+
+    A blob may be evicted, or written anew, under a manifest that stays: whoever reads compares. A manifest
+    that does not fit is dropped where it lies, if it still is the one that was read, so that one written
+    meanwhile stays.
 
     Args:
         tiers: by name, the fastest first; each answers faults by itself (`GuardedTier`).
@@ -99,20 +96,29 @@ class ColdStore:
     # --- reading ------------------------------------------------------------------------------
 
     def find(self, tenant: str, key: ChunkKey) -> list[ColdVariant]:
-        """All variants of a chunk, each from the first tier that holds it; damaged ones are dropped."""
+        """All variants of a chunk, each from the first tier that holds it whole.
+
+        Tiers that cannot be asked, and manifests that cannot be used, are passed over.
+        """
         found: dict[VariantName, ColdVariant] = {}
         for tier_name, tier in self._tiers.items():
-            for name in self._variants(tier, f"{self._tenant_part(tenant)}/{key}/"):
-                if name not in found and (variant := self._read(tier_name, tier, name, tenant)):
-                    found[name] = variant
+            try:
+                for name in self._whole_variants(tier, f"{self._tenant_part(tenant)}/{key}/"):
+                    if name not in found and (variant := self._read(tier_name, tier, name, tenant)):
+                        found[name] = variant
+            except TierError as error:
+                logger.warning("the %s tier could not be searched: %s", tier_name, error)
         return list(found.values())
 
     def load(self, variant: ColdVariant, rank: int, arrays: Mapping[str, Any]) -> ColdRecord | None:
         """One rank's record, from the first tier that holds it whole; None if none does.
 
         Args:
-            arrays: forms that its arrays must have, see `record_format.Expected`.
+            arrays: forms that its arrays must have, see `record_format.Expected`; that of the token scores
+                need not be said.
         """
+        if variant.meta.profile is not None:
+            arrays = {**arrays, TOKEN_SCORES: ArrayForm("float32", (variant.meta.num_tokens,))}
         expected = Expected(
             variant=variant.name,
             rank=rank,
@@ -122,15 +128,20 @@ class ColdStore:
             entry=variant.blobs[rank],
         )
         for tier_name, tier in self._tiers.items():
-            blob = tier.get(expected.blob_name)
-            if blob is None:
-                continue
             try:
-                return _record(decode(blob, expected))
-            except RecordDamagedError as error:
-                logger.warning("%s: dropped from %s: %s", expected.blob_name, tier_name, error)
-                _drop(tier, [variant.name.manifest_blob, expected.blob_name])
+                record = load_record(tier_name, tier, expected)
+                if record is not None:
+                    return record
+                tier.discard(variant.name.manifest_blob, variant.manifest)
+            except TierError as error:
+                # Nothing is known of what it holds, so nothing is dropped.
+                logger.warning("%s could not be read from %s: %s", expected.blob_name, tier_name, error)
         return None
+
+    def faster_tiers(self, variant: ColdVariant) -> tuple[str, ...]:
+        """Tiers that are asked before the one that holds it: where it should be copied when it is used."""
+        names = list(self._tiers)
+        return tuple(names[: names.index(variant.tier)])
 
     # --- writing ------------------------------------------------------------------------------
 
@@ -155,15 +166,38 @@ class ColdStore:
             variant=name,
             num_tokens=meta.num_tokens,
             blobs=tuple(blobs),
-            meta={**_facts_of(kept), "stored_s": self._clock()},
+            meta={**facts_of(kept), "stored_s": self._clock()},
         )
         blob = encode_manifest(manifest)
-        for tier_name in tier_names:
-            self._tiers[tier_name].put(name.manifest_blob, blob)
+        for tier in self._among(tier_names).values():
+            tier.put(name.manifest_blob, blob)
 
-    def withdraw(self, meta: RecordMeta) -> None:
-        """Drop one variant from all tiers."""
-        self._drop_prefix(f"{self.name_of(meta)}/")
+    def copy_part(
+        self, variant: ColdVariant, rank: int, record: ColdRecord, tier_names: Iterable[str]
+    ) -> tuple[BlobEntry, tuple[str, ...]]:
+        """Write one rank's share that was read into other tiers, as it is; answers as `put_part` does."""
+        blob_name = variant.name.rank_blob(rank, self._num_ranks)
+        took = tuple(
+            name
+            for name, tier in self._among(tier_names).items()
+            if name == record.tier or tier.put(blob_name, record.blob)
+        )
+        return variant.blobs[rank], took
+
+    def promote(self, variant: ColdVariant, tier_names: Iterable[str]) -> None:
+        """Write the manifest, as it is, into tiers that hold copies of all ranks' shares.
+
+        Not if it has left the tier in which it was found: then it was dropped there, or written anew.
+        """
+        manifest_blob = variant.name.manifest_blob
+        if self._tiers[variant.tier].get(manifest_blob) == variant.manifest:
+            for tier in self._among(tier_names).values():
+                tier.put(manifest_blob, variant.manifest)
+
+    def withdraw(self, meta: RecordMeta, tier_names: Iterable[str] | None = None) -> None:
+        """Drop one variant from some tiers, or from all."""
+        tiers = self._tiers if tier_names is None else self._among(tier_names)
+        _drop_prefix(tiers.values(), f"{self.name_of(meta)}/")
 
     def drop(self, tenant: str, keys: Iterable[ChunkKey]) -> int:
         """Drop all variants of these chunks from all tiers; returns how many variants there were.
@@ -171,15 +205,17 @@ class ColdStore:
         Raises:
             TierError: a tier could not be asked, so that they may still be there.
         """
-        return sum(self._drop_prefix(f"{self._tenant_part(tenant)}/{key}/") for key in keys)
+        part = self._tenant_part(tenant)
+        return sum(_drop_prefix(self._tiers.values(), f"{part}/{key}/") for key in keys)
 
     def drop_tenant(self, tenant: str) -> int:
         """`drop`, of everything of a tenant."""
-        return self._drop_prefix(f"{self._tenant_part(tenant)}/")
+        return _drop_prefix(self._tiers.values(), f"{self._tenant_part(tenant)}/")
 
     def drop_all(self, tier_names: Iterable[str] | None = None) -> int:
         """`drop`, of everything of this model; from all tiers, or those named."""
-        return self._drop_prefix(f"{self._namespace}.", tier_names)
+        names = self._tiers if tier_names is None else self._tiers.keys() & set(tier_names)
+        return _drop_prefix([self._tiers[name] for name in names], f"{self._namespace}.")
 
     # --- upkeep -------------------------------------------------------------------------------
 
@@ -201,14 +237,20 @@ class ColdStore:
     def _tenant_part(self, tenant: str) -> str:
         return f"{self._namespace}.{_digest(tenant)}"
 
-    def _variants(self, tier: BlobTier, prefix: str) -> Iterator[VariantName]:
-        try:
-            for blob_name in tier.names(prefix):
-                *variant, last = blob_name.split("/")
-                if last == "manifest" and len(variant) == 3 and all(variant):
-                    yield VariantName(*variant)
-        except TierError as error:
-            logger.warning("a cold tier could not be searched: %s", error)
+    def _among(self, tier_names: Iterable[str]) -> dict[str, BlobTier]:
+        """Those of these tiers that this process has too."""
+        wanted = frozenset(tier_names)
+        return {name: tier for name, tier in self._tiers.items() if name in wanted}
+
+    def _whole_variants(self, tier: BlobTier, prefix: str) -> Iterator[VariantName]:
+        """Variants of which a tier lists the manifest and all ranks' blobs."""
+        listed = set(tier.names(prefix))
+        for blob_name in listed:
+            *variant, last = blob_name.split("/")
+            if last == "manifest" and len(variant) == 3 and all(variant):
+                name = VariantName(*variant)
+                if all(name.rank_blob(rank, self._num_ranks) in listed for rank in range(self._num_ranks)):
+                    yield name
 
     def _read(self, tier_name: str, tier: BlobTier, name: VariantName, tenant: str) -> ColdVariant | None:
         blob = tier.get(name.manifest_blob)
@@ -218,78 +260,20 @@ class ColdStore:
             manifest = decode_manifest(blob, name, self._num_ranks)
             if self._clock() - float(manifest.meta["stored_s"]) >= self._ttl_s:
                 return None
-            return ColdVariant(name, tier_name, _meta_of(manifest, tenant), manifest.blobs)
+            return ColdVariant(name, tier_name, meta_of(manifest, tenant), manifest.blobs, blob)
         except (RecordDamagedError, LookupError, TypeError, ValueError) as error:
             logger.warning("%s in %s cannot be used: %s", name.manifest_blob, tier_name, error)
             return None
 
-    def _drop_prefix(self, prefix: str, tier_names: Iterable[str] | None = None) -> int:
-        num_variants = 0
-        for tier_name in self._tiers if tier_names is None else tier_names:
-            tier = self._tiers.get(tier_name)
-            if tier is None:  # it could not be opened
-                continue
-            blobs = sorted(tier.names(prefix), key=lambda name: not name.endswith("/manifest"))
-            num_variants = max(num_variants, sum(name.endswith("/manifest") for name in blobs))
+
+def _drop_prefix(tiers: Iterable[BlobTier], prefix: str) -> int:
+    num_variants = 0
+    for tier in tiers:
+        blobs = sorted(tier.names(prefix), key=lambda name: not name.endswith("/manifest"))
+        num_variants = max(num_variants, sum(name.endswith("/manifest") for name in blobs))
+        if blobs:
             tier.delete(blobs)
-        return num_variants
-
-
-def _drop(tier: BlobTier, names: Sequence[str]) -> None:
-    try:
-        tier.delete(names)
-    except TierError as error:
-        logger.warning("a damaged record could not be dropped: %s", error)
-
-
-def _record(stored: StoredRecord) -> ColdRecord:
-    scores = stored.array(TOKEN_SCORES) if TOKEN_SCORES in stored.sections else None
-    return ColdRecord(stored.array(KV), scores)
-
-
-def _facts_of(meta: RecordMeta) -> dict[str, Any]:
-    """What the manifest keeps of a record, besides its name."""
-    document, profile = meta.document, meta.profile
-    return {
-        "start": meta.start,
-        "size_bytes": meta.size_bytes,
-        "prefix_chunks": list(meta.prefix_chunks),
-        "prefix_is_exact": meta.prefix_is_exact,
-        "separator": list(meta.separator),
-        "document": [document.doc_id, document.version] if document else None,
-        "profile": [profile.inter_mean, profile.intra_mean, list(profile.inter_by_prefix)]
-        if profile
-        else None,
-    }
-
-
-def _meta_of(manifest: Manifest, tenant: str) -> RecordMeta:
-    facts = manifest.meta
-    return RecordMeta(
-        record_id=0,
-        key=ChunkKey(manifest.variant.chunk_key),
-        tenant=tenant,
-        num_tokens=manifest.num_tokens,
-        start=int(facts["start"]),
-        size_bytes=int(facts["size_bytes"]),
-        prefix_hash=manifest.variant.prefix_hash,
-        prefix_chunks=tuple(map(ChunkKey, facts["prefix_chunks"])),
-        prefix_is_exact=bool(facts["prefix_is_exact"]),
-        separator=tuple(map(int, facts["separator"])),
-        document=DocumentRef(*facts["document"]) if facts["document"] else None,
-        profile=_profile_of(facts["profile"]),
-    )
-
-
-def _profile_of(facts: Sequence[Any] | None) -> AttentionProfile | None:
-    import numpy as np
-
-    if facts is None:
-        return None
-    inter_mean, intra_mean, inter_by_prefix = facts
-    return AttentionProfile(
-        float(inter_mean), float(intra_mean), tuple(map(float, inter_by_prefix)), np.zeros(0, np.float32)
-    )
+    return num_variants
 
 
 def with_scores(meta: RecordMeta, token_scores: Array | None) -> AttentionProfile | None:

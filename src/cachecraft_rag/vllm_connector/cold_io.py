@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -16,7 +16,8 @@ import torch
 
 from cachecraft_rag.chunks import RecordMeta
 from cachecraft_rag.store.cold import ColdStore, with_scores
-from cachecraft_rag.store.record_format import KV, ArrayForm
+from cachecraft_rag.store.cold_record import ColdRecord
+from cachecraft_rag.store.record_format import KV, ArrayForm, BlobEntry
 from cachecraft_rag.vllm_connector.steps import ColdFacts, ColdRead, LoadedPart, WrittenPart
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 NUM_READERS = 2
 MAX_WAITING_WRITE_BYTES = 256 << 20
 """Records are kept alive while they wait to be written; beyond this they are not written at all."""
+
+Put = Callable[[], tuple[BlobEntry, tuple[str, ...]]]
+"""Writes one rank's share; answers as `ColdStore.put_part` does."""
 
 
 class ColdIO:
@@ -43,15 +47,15 @@ class ColdIO:
 
     def write(self, meta: RecordMeta, kv: torch.Tensor) -> None:
         """Write a record behind; it is left out where too many wait already."""
-        if self._num_waiting_bytes + kv.nbytes > MAX_WAITING_WRITE_BYTES:
-            self.refuse_write(meta)
-            return
-        with self._lock:
-            self._num_waiting_bytes += kv.nbytes
-        self._writer.submit(self._write, meta, kv)
+        scores = meta.profile.token_scores if meta.profile else None
+        self._write_behind(
+            meta.record_id,
+            kv.nbytes,
+            lambda: self._cold.put_part(meta, self.rank, as_array(kv), scores),
+        )
 
-    def refuse_write(self, meta: RecordMeta) -> None:
-        self._note_written(meta.record_id, WrittenPart(None))
+    def refuse_write(self, record_id: int) -> None:
+        self._note_written(record_id, WrittenPart(None))
 
     def read(self, order: ColdRead, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._wanted.add(order.record_id)
@@ -77,19 +81,27 @@ class ColdIO:
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._cold.close()
 
-    def _write(self, meta: RecordMeta, kv: torch.Tensor) -> None:
+    def _write_behind(self, record_id: int, num_bytes: int, put: Put) -> None:
+        with self._lock:
+            is_room = self._num_waiting_bytes + num_bytes <= MAX_WAITING_WRITE_BYTES
+            self._num_waiting_bytes += num_bytes * is_room
+        if is_room:
+            self._writer.submit(self._write, record_id, num_bytes, put)
+        else:
+            self.refuse_write(record_id)
+
+    def _write(self, record_id: int, num_bytes: int, put: Put) -> None:
         part = WrittenPart(None)
         try:
-            scores = meta.profile.token_scores if meta.profile else None
-            part = WrittenPart(*self._cold.put_part(meta, self.rank, as_array(kv), scores))
+            part = WrittenPart(*put())
         except Exception:
-            logger.exception("record %d was not written", meta.record_id)
+            logger.exception("record %d was not written", record_id)
         with self._lock:
-            self._num_waiting_bytes -= kv.nbytes
-        self._note_written(meta.record_id, part)
+            self._num_waiting_bytes -= num_bytes
+        self._note_written(record_id, part)
 
     def _read(self, order: ColdRead, form: ArrayForm) -> None:
-        part, kv = LoadedPart(False), None
+        part, kv, record = LoadedPart(False), None, None
         try:
             record = self._cold.load(order.variant, self.rank, {KV: form})
             if record is not None:
@@ -102,6 +114,20 @@ class ColdIO:
             self._loaded[order.record_id] = part
             if kv is not None:
                 self._read_kv[order.record_id] = (order.variant.meta.start, kv)
+        if order.copy_to:
+            self._copy(order, record)
+
+    def _copy(self, order: ColdRead, record: ColdRecord | None) -> None:
+        """Write what was read to faster tiers, behind."""
+        if record is None:
+            self.refuse_write(order.record_id)
+            return
+        variant, copy_to = order.variant, order.copy_to
+        self._write_behind(
+            order.record_id,
+            len(record.blob),
+            lambda: self._cold.copy_part(variant, self.rank, record, copy_to),
+        )
 
     def _note_written(self, record_id: int, part: WrittenPart) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
     look_up ──► seek ──► find (side thread) ──► read order ──► workers ──► commit
     commit ──► write order ──► workers ──► all ranks wrote ──► manifest (side thread)
+    read order from a slow tier ──► workers copy it to faster ones ──► manifest (side thread)
     invalidate ──► drop (side thread) ──► the reply goes out when it is done
 
 Decisions are made on the scheduler's thread, on results that side threads left behind. A request
@@ -14,13 +15,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cachecraft_rag.chunks import ChunkKey, RecordMeta
 from cachecraft_rag.store.base import ChunkStore
 from cachecraft_rag.store.cold import ColdStore, ColdVariant
 from cachecraft_rag.store.record_format import BlobEntry
+from cachecraft_rag.vllm_connector.cold_jobs import Loading, Wanted, Writing
 from cachecraft_rag.vllm_connector.steps import ColdFacts, ColdRead, LoadedPart, WrittenPart
 
 logger = logging.getLogger(__name__)
@@ -28,9 +30,6 @@ logger = logging.getLogger(__name__)
 NUM_FINDERS = 2
 MAX_TIERS_KEPT = 4096
 """Records of which it is remembered from where they were read, for the reports of who waited for them."""
-
-Wanted = tuple[str, ChunkKey]
-"""Tenant and chunk."""
 
 
 class Orphans:
@@ -53,21 +52,6 @@ class Search:
 
     wanted: frozenset[Wanted]
     deadline_s: float
-
-
-@dataclass(slots=True)
-class _Loading:
-    """A record that the workers read; parts by rank."""
-
-    wanted: Wanted
-    tier: str
-    parts: list[LoadedPart] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Writing:
-    meta: RecordMeta
-    parts: dict[int, WrittenPart] = field(default_factory=dict)
 
 
 class ColdSide:
@@ -104,8 +88,8 @@ class ColdSide:
         # One thread: a manifest that was ordered before a drop is written before it.
         self._changer = make_executor(1)
         self._finding: dict[Wanted, Future[list[ColdVariant]]] = {}
-        self._loading: dict[int, _Loading] = {}
-        self._writing: dict[int, _Writing] = {}
+        self._loading: dict[int, Loading] = {}
+        self._writing: dict[int, Writing] = {}
         self._publishing: set[Future[None]] = set()
         self._reads: list[ColdRead] = []
         self._writes: list[RecordMeta] = []
@@ -159,8 +143,11 @@ class ColdSide:
                 generation=self._store.generation(wanted[0], document.doc_id if document else None),
             )
             if self._store.reserve(meta).accepted:
-                self._loading[meta.record_id] = _Loading(wanted, variant.tier)
-                self._reads.append(ColdRead(meta.record_id, variant))
+                order = ColdRead(meta.record_id, variant, self._cold.faster_tiers(variant))
+                self._loading[meta.record_id] = Loading(wanted, variant.tier)
+                if order.copy_to:
+                    self._writing[meta.record_id] = Writing(meta, order)
+                self._reads.append(order)
                 return
 
     # --- records ------------------------------------------------------------------------------
@@ -171,7 +158,7 @@ class ColdSide:
         KV computed behind approximate KV is not: approximations would pile up over restarts.
         """
         if meta.prefix_is_exact and meta.record_id not in self._loading:
-            self._writing[meta.record_id] = _Writing(meta)
+            self._writing[meta.record_id] = Writing(meta)
             self._writes.append(meta)
 
     def take_orders(self) -> tuple[tuple[RecordMeta, ...], tuple[ColdRead, ...]]:
@@ -197,7 +184,7 @@ class ColdSide:
         loading.parts.append(part)
         if len(loading.parts) < self._num_ranks:
             return
-        if all(each.is_loaded for each in loading.parts):
+        if all(each.is_loaded for each in loading.parts) and not loading.is_dropped:
             if self._store.commit(record_id, loading.parts[0].profile):
                 self._note_tier(record_id, loading.tier)
         else:
@@ -220,10 +207,16 @@ class ColdSide:
         parts = [writing.parts[each] for each in range(self._num_ranks)]
         tiers = frozenset.intersection(*(frozenset(each.tiers) for each in parts))
         entries = [each.entry for each in parts if each.entry is not None]
-        if tiers and len(entries) == self._num_ranks and self._is_current(writing.meta):
+        is_whole = bool(tiers) and len(entries) == self._num_ranks
+        copied = writing.copied
+        if not is_whole or writing.is_dropped or not self._is_current(writing.meta):
+            # What a copy was made of is not its own to withdraw.
+            self._change(self._cold.withdraw, writing.meta, copied.copy_to if copied else None)
+        elif copied is None:
             self._change(self._publish, writing.meta, entries, tiers)
         else:
-            self._change(self._cold.withdraw, writing.meta)
+            # Who published it first has seen to it that all learn when its document changes.
+            self._change(self._cold.promote, copied.variant, tiers)
 
     def _publish(self, meta: RecordMeta, entries: Sequence[BlobEntry], tiers: frozenset[str]) -> None:
         if self._may_publish(meta):
@@ -256,6 +249,13 @@ class ColdSide:
         return self._changer.submit(lambda: sum(self._cold.drop(*each) for each in orphaned))
 
     def drop(self, tenant: str, keys: Sequence[ChunkKey]) -> Future[int]:
+        """Drop chunks though no document changed; what is on its way in or out of the tiers goes too."""
+        dropped = {(tenant, key) for key in keys}
+        for wanted in dropped:
+            self._finding.pop(wanted, None)
+        under_way: list[Loading | Writing] = [*self._loading.values(), *self._writing.values()]
+        for each in under_way:
+            each.is_dropped = each.is_dropped or each.wanted in dropped
         return self._changer.submit(self._cold.drop, tenant, keys)
 
     def drop_all(self) -> Future[int]:

@@ -100,15 +100,19 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class ColdRead:
-    """Fill `record_id` from a cold tier."""
+    """Fill `record_id` from a cold tier, and copy what was read to the tiers `copy_to`, behind.
+
+    If there are any, the copy is answered with a `WrittenPart`, whatever became of it.
+    """
 
     record_id: int
     variant: ColdVariant
+    copy_to: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """One rank's blob of a record; `tiers` is empty if it was not written."""
+    """One rank's blob of a record, new or copied; `tiers` is empty if it was not written."""
 
     entry: BlobEntry | None
     tiers: tuple[str, ...] = ()

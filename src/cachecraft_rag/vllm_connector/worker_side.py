@@ -181,7 +181,7 @@ class WorkerSide:
             if sink is not None:
                 self._cold.write(meta, sink.kv)
             else:  # evicted in the step in which it was completed
-                self._cold.refuse_write(meta)
+                self._cold.refuse_write(meta.record_id)
         for order in orders.cold_reads:
             meta = order.variant.meta
             shape = self._record_shape(len(self._layers), meta.num_tokens + len(meta.separator))

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from cachecraft_rag.chunks import AttentionProfile, ChunkKey, RecordMeta
-from cachecraft_rag.store.cold import ColdRecord, ColdStore, ColdVariant
+from cachecraft_rag.store.cold import ColdStore, ColdVariant
+from cachecraft_rag.store.cold_record import ColdRecord
 from cachecraft_rag.store.record_format import KV, ArrayForm
 from cachecraft_rag.store.tiers import BlobTier, GuardedTier
 from cachecraft_rag.store.tiers.disk import DiskTier

@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 import cachecraft_rag
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.store.tiers import TierError
 from cachecraft_rag.store.tiers.disk import DiskTier
+from cachecraft_rag.store.tiers.disk_index import BlobIndex
+from cachecraft_rag.store.tiers.disk_uses import MAX_KEPT_USES, MAX_UNSAVED_USES, UnsavedUses
 
 MakeTier = Callable[..., DiskTier]
 
@@ -218,6 +221,129 @@ def test_a_writer_who_never_ends(make_disk_tier: MakeTier) -> None:
         other.execute("ROLLBACK")
     assert tier.put("a", LARGE)
     assert_sound(tier)
+
+
+def plans_of(tier: DiskTier, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> list[str]:
+    """How SQLite carries out what a call asks of the index."""
+    asked: list[tuple[str, tuple[object, ...]]] = []
+    rows = BlobIndex.rows
+
+    def note(index: BlobIndex, statement: str, *arguments: object) -> list[Any]:
+        asked.append((statement, arguments))
+        return rows(index, statement, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlobIndex, "rows", note)
+        act()
+    with closing(sqlite3.connect(tier.folder / "cache.db")) as other:
+        return [
+            step
+            for statement, arguments in asked
+            for *_, step in other.execute(f"EXPLAIN QUERY PLAN {statement}", arguments)
+        ]
+
+
+@pytest.mark.parametrize("prefix", ["t/", "", chr(0x10FFFF)])
+def test_names_are_looked_up_not_searched_through(
+    make_disk_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    """A prefix is a range of the index, which is read from its beginning to its end and nowhere else."""
+    tier = filled(make_disk_tier)
+    (plan,) = plans_of(tier, monkeypatch, lambda: tier.names(prefix))
+    assert plan == "SEARCH Cache USING COVERING INDEX Cache_key_raw (key>? AND key<?)"
+
+
+def test_discarding_and_reading_look_up_one_row(
+    make_disk_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = filled(make_disk_tier)
+    for act in (lambda: tier.get("large"), lambda: tier.discard("large", LARGE)):
+        plans = plans_of(tier, monkeypatch, act)
+        assert plans
+        assert {plan.split(" (")[0] for plan in plans} == {"SEARCH Cache USING INDEX Cache_key_raw"}
+
+
+@pytest.mark.parametrize("key", [b"large", b"\xff", 7, 1.5, None])
+def test_what_is_no_text_is_no_name(make_disk_tier: MakeTier, key: object) -> None:
+    """A planted key of another type stands outside every range of names."""
+    tier = filled(make_disk_tier)
+    plant(tier.folder, "UPDATE Cache SET key = ? WHERE key = 'large'", key)
+    assert list(tier.names()) == ["small"]
+    assert list(tier.names("l")) == []
+    assert_found_and_repaired(tier, "is no name")
+
+
+def test_discard_compares_when_nobody_else_can_write(
+    make_disk_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another process puts right after the blob was looked at stays."""
+    tier, other = filled(make_disk_tier), make_disk_tier()
+    read, pending = BlobIndex.read, [b"later"]
+
+    def read_and_lag(index: BlobIndex, row: Any) -> bytes:
+        value = read(index, row)
+        if pending:
+            other.put("small", pending.pop())
+        return value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlobIndex, "read", read_and_lag)
+        assert not tier.discard("small", SMALL)
+    assert tier.get("small") == b"later"
+
+
+def oldest_name(tier: DiskTier) -> str:
+    with closing(sqlite3.connect(tier.folder / "cache.db")) as other:
+        ((name,),) = other.execute("SELECT key FROM Cache ORDER BY access_time LIMIT 1")
+    return str(name)
+
+
+def test_a_busy_lock_is_no_fault(make_disk_tier: MakeTier) -> None:
+    """While another process writes, uses are kept for later, nothing is discarded and no fault counted."""
+    tier = make_disk_tier()
+    names = [f"{number}" for number in range(MAX_UNSAVED_USES + 10)]
+    for name in names:
+        tier.put(name, SMALL)
+    with FileLock(tier.folder / "write.lock"):
+        for name in names[1:]:
+            assert tier.get(name) == SMALL
+        tier.get("0")
+        assert not tier.discard("0", SMALL)
+        assert oldest_name(tier) == "0"
+    stats = tier.stats()
+    assert (stats.num_errors, stats.last_fault) == (0, "")
+    tier.get("0")
+    assert oldest_name(tier) == "1"
+    assert_sound(tier)
+
+
+def test_a_busy_index_is_no_fault(make_disk_tier: MakeTier) -> None:
+    """The same while somebody holds SQLite's own lock."""
+    tier = make_disk_tier(timeout_s=0.01)
+    names = [f"{number}" for number in range(MAX_UNSAVED_USES)]
+    for name in names:
+        tier.put(name, SMALL)
+    with closing(sqlite3.connect(tier.folder / "cache.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        for name in reversed(names):
+            tier.get(name)
+        other.execute("ROLLBACK")
+    assert tier.stats().num_errors == 0
+    tier.get("0")
+    assert oldest_name(tier) == names[-1]
+
+
+def test_uses_are_kept_up_to_a_limit() -> None:
+    """The latest use of each blob, and of too many blobs the latest used, in order."""
+    uses = UnsavedUses()
+    for number in range(MAX_KEPT_USES + 10):
+        uses.note(f"{number}")
+        uses.note("0")
+    kept = uses.take()
+    assert len(kept) == MAX_KEPT_USES
+    assert list(kept)[:1] + list(kept)[-2:] == ["11", f"{MAX_KEPT_USES + 9}", "0"]
+    assert list(kept.values()) == sorted(set(kept.values()))
+    assert uses.take() == {}
 
 
 def test_a_stalled_read_stops_nobody(make_disk_tier: MakeTier) -> None:

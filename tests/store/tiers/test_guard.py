@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from cachecraft_rag.store.tiers import GuardedTier, MemoryTier, TierError
@@ -67,26 +65,30 @@ def broken(guard: GuardedTier, tier: BrittleTier) -> None:
     """Three faults in a row: the breaker is open."""
     tier.fault = TierError("disk full")
     for _ in range(3):
-        guard.get("a")
+        fail(guard)
     tier.num_calls = 0
 
 
-def assert_not_asked(tier: BrittleTier, call: Callable[[], object]) -> None:
+def fail(guard: GuardedTier) -> None:
+    with pytest.raises(TierError):
+        guard.get("a")
+
+
+def assert_not_asked(guard: GuardedTier, tier: BrittleTier) -> None:
     before = tier.num_calls
-    call()
+    fail(guard)
     assert tier.num_calls == before
 
 
-def assert_asked(tier: BrittleTier, call: Callable[[], object]) -> None:
+def assert_asked_in_vain(guard: GuardedTier, tier: BrittleTier) -> None:
     before = tier.num_calls
-    call()
+    fail(guard)
     assert tier.num_calls == before + 1
 
 
-def test_get_and_put_never_raise(guard: GuardedTier, tier: BrittleTier) -> None:
-    """A fault is a miss, or a value not taken."""
+def test_put_never_raises(guard: GuardedTier, tier: BrittleTier) -> None:
+    """At a fault the value is not taken."""
     tier.fault = TierError("gone")
-    assert guard.get("a") is None
     assert not guard.put("b", b"v")
     assert guard.stats().last_fault == "gone"
 
@@ -94,7 +96,7 @@ def test_get_and_put_never_raise(guard: GuardedTier, tier: BrittleTier) -> None:
 def test_faults_in_a_row_open_it(guard: GuardedTier, tier: BrittleTier) -> None:
     """After three the medium is left alone, calls are counted, and the last fault is told."""
     broken(guard, tier)
-    assert_not_asked(tier, lambda: guard.get("a"))
+    assert_not_asked(guard, tier)
     assert not guard.put("b", b"v")
     stats = guard.stats()
     assert (stats.num_skips, stats.last_fault) == (2, "disk full")
@@ -105,17 +107,27 @@ def test_a_success_between_faults_keeps_it_closed(guard: GuardedTier, tier: Brit
     """Only faults in a row count."""
     for _ in range(3):
         tier.fault = TierError("shaky")
-        guard.get("a")
-        guard.get("a")
+        fail(guard)
+        fail(guard)
         tier.fault = None
         assert guard.get("a") == b"v"
     assert guard.stats().num_skips == 0
 
 
 def test_an_answer_that_would_look_complete_is_not_made_up(guard: GuardedTier, tier: BrittleTier) -> None:
-    """Deleting, listing and flushing raise while it is open, with the last fault; check says it."""
+    """While it is open, all but putting and counting raises, with the last fault; check says it.
+
+    A blob that cannot be asked for is not one that is not there.
+    """
     broken(guard, tier)
-    for call in (lambda: guard.delete(["a"]), guard.names, guard.flush):
+    calls = (
+        lambda: guard.get("a"),
+        lambda: guard.delete(["a"]),
+        lambda: guard.discard("a", b"v"),
+        guard.names,
+        guard.flush,
+    )
+    for call in calls:
         with pytest.raises(TierError, match="disk full"):
             call()
     (sentence,) = guard.check()
@@ -128,7 +140,7 @@ def test_one_trial_closes_it(guard: GuardedTier, tier: BrittleTier, clock: Clock
     broken(guard, tier)
     tier.fault = None
     clock.now_s += 0.9
-    assert_not_asked(tier, lambda: guard.get("a"))
+    assert_not_asked(guard, tier)
     clock.now_s += 0.2
     assert guard.get("a") == b"v"
     assert guard.get("a") == b"v"
@@ -142,31 +154,34 @@ def test_failed_trials_double_the_pause_up_to_a_limit(
     broken(guard, tier)
     for pause_s in (1, 2, 4, 5, 5):
         clock.now_s += pause_s - 0.01
-        assert_not_asked(tier, lambda: guard.get("a"))
+        assert_not_asked(guard, tier)
         clock.now_s += 0.02
-        assert_asked(tier, lambda: guard.get("a"))
+        assert_asked_in_vain(guard, tier)
     clock.now_s += 5
     tier.fault = None
     assert guard.get("a") == b"v"
     broken(guard, tier)
     clock.now_s += 1.01
-    assert_asked(tier, lambda: guard.get("a"))
+    assert_asked_in_vain(guard, tier)
 
 
 def test_only_one_call_is_the_trial(guard: GuardedTier, tier: BrittleTier, clock: Clock) -> None:
     """Calls that come while the trial runs do not ask the medium."""
     broken(guard, tier)
     clock.now_s += 2
-    inner: list[bytes | None] = []
+    inner: list[str] = []
 
     class NestedError(TierError):
         def __str__(self) -> str:
-            inner.append(guard.get("a"))
+            try:
+                guard.get("a")
+            except TierError as fault:
+                inner.append(str(fault))
             return "slow"
 
     tier.fault = NestedError()
-    assert guard.get("a") is None
-    assert inner == [None]
+    fail(guard)
+    assert [fault.split(" s after")[0] for fault in inner] == ["the tier is not asked for 1"]
     assert tier.num_calls == 1
 
 
@@ -191,4 +206,4 @@ def test_counts_pass_through(guard: GuardedTier, tier: BrittleTier) -> None:
     assert (stats.num_blobs, stats.num_hits, stats.num_misses) == (1, 1, 1)
     assert guard.check() == []
     guard.close()
-    assert guard.get("a") is None
+    fail(guard)

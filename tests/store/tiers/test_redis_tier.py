@@ -47,6 +47,7 @@ def assert_every_call_fails(tier: Any) -> None:
         lambda: tier.get("a"),
         lambda: tier.put("a", b"v"),
         lambda: tier.delete(["a"]),
+        lambda: tier.discard("a", b"a"),
         tier.names,
         tier.flush,
         tier.stats,
@@ -148,6 +149,9 @@ def test_a_blob_the_server_evicted_leaves_the_books(tier: Any, client: Any) -> N
         (lambda client: client.append("{p}:blob:a", b"more"), "a takes"),
         (lambda client: client.zrem("{p}:lru", "a"), "a is not in the order of use"),
         (lambda client: client.zadd("{p}:lru", {"c": 1}), "c is in the order of use but not listed"),
+        (lambda client: client.zrem("{p}:names", "a"), "a is not among the names"),
+        (lambda client: client.zadd("{p}:names", {"c": 0}), "c is among the names but not listed"),
+        (lambda client: client.delete("{p}:names"), "b is not among the names"),
         (lambda client: client.hincrby("{p}:meta", "used", 7), "the books say"),
         (lambda client: client.hset("{p}:sizes", "a", "x"), "a takes"),
         (lambda client: client.delete("{p}:sizes"), "a is stored but not listed"),
@@ -160,7 +164,7 @@ def test_damaged_books_are_found_and_repaired(tier: Any, client: Any, damage: An
     assert_found_and_repaired(tier, sentence)
 
 
-@pytest.mark.parametrize("key", ["lru", "sizes", "meta"])
+@pytest.mark.parametrize("key", ["lru", "sizes", "meta", "names"])
 def test_put_survives_lost_books(tier: Any, client: Any, key: str) -> None:
     """A server that evicts one of the books costs blobs at most: puts go on, within the budget."""
     for number in range(15):
@@ -184,3 +188,45 @@ def test_a_smaller_budget_is_kept_by_check_and_put(server: Any, tier: Any) -> No
     assert_found_and_repaired(small, "over the budget of 5000")
     assert "9" in set(small.names())
     small.close()
+
+
+def test_names_are_looked_up_not_searched_through(tier: Any, client: Any) -> None:
+    """However many blobs there are, a prefix costs one call, and the server reads its names alone."""
+    for number in range(120):
+        tier.put(f"other/{number}", b"")
+    tier.put("t/1", b"")
+    client.config_resetstat()
+    assert list(tier.names("t/")) == ["t/1"]
+    stats = client.info("commandstats")
+    num_calls = {name.removeprefix("cmdstat_"): each["calls"] for name, each in stats.items()}
+    num_calls.pop("config|resetstat")
+    assert num_calls == {"eval": 1, "zcard": 1, "hlen": 1, "zrangebylex": 1}
+
+
+@pytest.mark.parametrize("first_call", ["names", "put", "delete", "get"])
+def test_books_of_an_older_release_are_completed(tier: Any, client: Any, first_call: str) -> None:
+    """It kept no names in order: its blobs are listed all the same, whatever is asked of them first."""
+    client.delete("{p}:names")
+    calls = {
+        "names": lambda: None,
+        "put": lambda: tier.put("c", b"v"),
+        "delete": lambda: tier.delete(["c"]),
+        "get": lambda: tier.get("a"),
+    }
+    calls[first_call]()
+    assert set(tier.names()) - {"c"} == {"a", "b"}
+    assert tier.get("a") == b"a"
+    assert tier.check() == []
+
+
+def test_the_charge_covers_what_the_server_takes(server: Any, client: Any) -> None:
+    """Of blobs without a value, so of names and entries alone."""
+    tier = make_tier(server.url, budget_bytes=10_000_000)
+    tier.put("first", b"")
+    taken_bytes, charged_bytes = client.info("memory")["used_memory"], tier.stats().num_bytes
+    for number in range(1000):
+        tier.put(f"{number:0120}", b"")
+    taken_bytes = client.info("memory")["used_memory"] - taken_bytes
+    charged_bytes = tier.stats().num_bytes - charged_bytes
+    tier.close()
+    assert 0.8 * charged_bytes < taken_bytes < charged_bytes

@@ -93,6 +93,61 @@ def test_names_are_listed_by_prefix(tiers: Any) -> None:
     assert list(tier.names("none")) == []
 
 
+LAST = chr(0x10FFFF)
+NEIGHBOURS = (
+    "",
+    "a",
+    "a/",
+    "a/b",
+    "a0",
+    "a\x00",
+    "\ud7ff",
+    "\ud7ff x",
+    "\ue000",
+    "z",
+    f"z{LAST}",
+    f"z{LAST}{LAST}x",
+    "{",
+    LAST,
+    f"{LAST}{LAST}",
+    f"{LAST}x",
+)
+
+
+def test_a_prefix_ends_where_the_next_one_begins(tiers: Any) -> None:
+    """Whatever stands beside it in the order of names: separators, nothing, the last character there is."""
+    tier = tiers.new()
+    for name in NEIGHBOURS:
+        tier.put(name, b"v")
+    for prefix in NEIGHBOURS:
+        expected = sorted(name for name in NEIGHBOURS if name.startswith(prefix))
+        assert sorted(tier.names(prefix)) == expected, repr(prefix)
+    assert_holds(tier, *NEIGHBOURS)
+
+
+def test_more_names_than_one_answer_holds(tiers: Any) -> None:
+    """Each is listed once, and none of another prefix."""
+    tier = tiers.new()
+    listed = [f"a/{number}" for number in range(1001)]
+    for name in ("a", *listed, "b"):
+        tier.put(name, b"")
+    assert sorted(tier.names("a/")) == sorted(listed)
+
+
+def test_discard_spares_what_came_later(tiers: Any) -> None:
+    """Only the very bytes that were seen are removed, be they in the index or in a file of their own."""
+    tier = tiers.new()
+    for seen, later in ((b"seen", b"later"), (BLOB, BLOB[::-1]), (b"", b"x")):
+        tier.put("n", later)
+        assert not tier.discard("n", seen)
+        assert tier.get("n") == later
+        tier.put("n", seen)
+        assert tier.discard("n", seen)
+        assert not tier.discard("n", seen)
+        assert tier.get("n") is None
+    assert_holds(tier)
+
+
 def test_delete_is_complete(tiers: Any) -> None:
     """Deleted blobs are gone and counted; names that are unknown, or said twice, count once or not at all."""
     tier = tiers.new()
@@ -165,6 +220,7 @@ def test_a_closed_tier_refuses(tiers: Any) -> None:
         lambda: tier.get("a"),
         lambda: tier.put("a", b"v"),
         lambda: tier.delete(["a"]),
+        lambda: tier.discard("a", b"v"),
         tier.names,
         tier.flush,
         tier.check,
@@ -289,6 +345,14 @@ class TierMachine(RuleBasedStateMachine):
         known = {name for name in chosen if name in self.model}
         assert self.tier.delete(chosen) == len(known)
         for name in known:
+            del self.model[name]
+
+    @rule(name=names, is_same=st.booleans())
+    def discard(self, name: str, is_same: bool) -> None:
+        seen = self.model.get(name, b"none") if is_same else b"other"
+        is_gone = self.model.get(name) == seen
+        assert self.tier.discard(name, seen) == is_gone
+        if is_gone:
             del self.model[name]
 
     @rule(prefix=st.sampled_from(["", "c", "c/", "z"]))

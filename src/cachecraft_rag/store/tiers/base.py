@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,8 +88,21 @@ class BlobTier(Protocol):
         """
         ...
 
+    def discard(self, name: str, seen: bytes) -> bool:
+        """Remove a blob if it is still the one that was seen: it may have been replaced meanwhile.
+
+        Compared and removed in one step. Never waits for others who write: then it may stay.
+
+        Returns:
+            Whether it was removed.
+        """
+        ...
+
     def names(self, prefix: str = "") -> Iterator[str]:
-        """Names of the blobs stored at this moment that start with `prefix`, each once, in any order."""
+        """Names of the blobs stored at this moment that start with `prefix`, each once, in any order.
+
+        O(log n + hits).
+        """
         ...
 
     def stats(self) -> TierStats: ...
@@ -154,6 +168,16 @@ def checked_budget(budget_bytes: int) -> int:
     if budget_bytes < 0:
         raise ConfigurationError(f"budget_bytes is {budget_bytes}; give zero or more")
     return budget_bytes
+
+
+def prefix_end(prefix: str) -> str | None:
+    """The least text above all that start with `prefix`, by code points; None if there is none."""
+    kept = prefix.rstrip(chr(sys.maxunicode))
+    if not kept:
+        return None
+    after = ord(kept[-1]) + 1
+    # Surrogates are no characters: there is no text that holds one and can be stored.
+    return kept[:-1] + chr(0xE000 if after == 0xD800 else after)
 
 
 def as_buffers(value: Blob) -> list[memoryview]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import diskcache  # type: ignore[import-untyped]
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.store.tiers import disk_audit
@@ -31,11 +30,15 @@ from cachecraft_rag.store.tiers.disk_room import (
     index_bytes,
     most_index_bytes,
 )
+from cachecraft_rag.store.tiers.disk_uses import UnsavedUses
 
-MAX_UNSAVED_USES = 256
 NUM_READ_TRIES = 5
 WRITE_LOCK_FILE = "write.lock"
 POLL_S = 0.002
+
+
+class _BusyError(TierError):
+    """Somebody else writes, and the call was not to wait. No fault of the medium."""
 
 
 class DiskTier:
@@ -72,10 +75,8 @@ class DiskTier:
         # As diskcache does it, or it would use another folder than the one that is prepared here.
         self.folder = Path(os.path.expandvars(os.path.expanduser(folder))).absolute()
         self._counters = Counters()
-        self._lock = threading.Lock()
         self._write_lock = threading.Lock()
-        self._uses: dict[str, float] = {}
-        self._last_tick_s = 0.0
+        self._uses = UnsavedUses()
         self._closed = False
         self._index: BlobIndex
         self._moved = ""
@@ -104,6 +105,15 @@ class DiskTier:
     def delete(self, names: Iterable[str]) -> int:
         with self._turn("delete"), self._index.synced(), self._index.writing():
             return self._index.drop(names)
+
+    def discard(self, name: str, seen: bytes) -> bool:
+        # Looked at without the lock first: mostly somebody has replaced or removed it.
+        with self._medium("read"):
+            is_there = self._read(name) == seen
+        if is_there:
+            with suppress(_BusyError), self._turn("delete", wait=False), self._index.writing():
+                return self._read(name) == seen and self._index.drop([name]) > 0
+        return False
 
     def names(self, prefix: str = "") -> Iterator[str]:
         with self._medium("list"):
@@ -185,7 +195,7 @@ class DiskTier:
             self._save_uses()
             if self._make_room(num_bytes, name):
                 return False
-            self._index.put(name, buffers, self._tick_s(), files)
+            self._index.put(name, buffers, self._uses.now_s(), files)
             return True
 
     def _make_room(self, num_bytes: int, spared: str | None = None) -> bool:
@@ -206,38 +216,31 @@ class DiskTier:
 
     def _remember_use(self, name: str) -> None:
         """Uses are written with the next put; a process that only reads writes them now and then."""
-        now_s = self._tick_s()
-        with self._lock:
-            self._uses[name] = now_s
-            is_many = len(self._uses) >= MAX_UNSAVED_USES
-        if is_many:
+        self._uses.note(name)
+        if self._uses.is_many:
             with suppress(TierError), self._turn("note uses", wait=False), self._index.writing():
                 self._save_uses()
 
     def _save_uses(self) -> None:
-        with self._lock:
-            uses, self._uses = self._uses, {}
-        self._index.touch(uses.items())
-
-    def _tick_s(self) -> float:
-        """The wall clock, which processes share, made strictly increasing within this one."""
-        with self._lock:
-            self._last_tick_s = max(time.time(), self._last_tick_s + 1e-6)
-            return self._last_tick_s
+        self._index.touch(self._uses.take().items())
 
     @contextmanager
     def _turn(self, doing: str, wait: bool = True) -> Iterator[None]:
-        """One writer at a time, threads and processes: from the first file made to the last one removed."""
+        """One writer at a time, threads and processes: from the first file made to the last one removed.
+
+        Raises:
+            _BusyError: it is somebody else's turn, and that is not waited for.
+        """
         if not self._write_lock.acquire(blocking=wait):
-            raise TierError(f"cannot {doing}: somebody else writes")
+            raise _BusyError(f"cannot {doing}: somebody else writes")
         try:
-            with self._medium(doing), self._file_lock.acquire(None if wait else 0, POLL_S):
+            with self._medium(doing, wait), self._file_lock.acquire(None if wait else 0, POLL_S):
                 yield
         finally:
             self._write_lock.release()
 
     @contextmanager
-    def _medium(self, doing: str) -> Iterator[None]:
+    def _medium(self, doing: str, is_busy_a_fault: bool = True) -> Iterator[None]:
         if self._closed:
             raise TierError(f"the disk tier of {self.folder} is closed")
         try:
@@ -245,5 +248,7 @@ class DiskTier:
         except (OSError, sqlite3.Error, diskcache.Timeout) as fault:
             text = str(fault) or "other processes held the write lock all the time"
             message = f"cannot {doing} in {self.folder}: {text}"
+            if not is_busy_a_fault and isinstance(fault, Timeout | diskcache.Timeout):
+                raise _BusyError(message) from fault
             self._counters.failed(message)
             raise TierError(message) from fault

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import diskcache  # type: ignore[import-untyped]
 
-from cachecraft_rag.store.tiers.base import DamagedBlobError
+from cachecraft_rag.store.tiers.base import DamagedBlobError, prefix_end
 from cachecraft_rag.store.tiers.bytes_disk import MIN_FILE_BYTES, BytesDisk
 
 PAGE_BYTES = 4096
@@ -55,7 +55,10 @@ SETTINGS: dict[str, str | int] = {
 TOUCH = "UPDATE Cache SET access_time = ? WHERE key = ? AND raw = 1"
 FIND = "SELECT rowid, size, mode, filename, value FROM Cache WHERE key = ? AND raw = 1"
 OLDEST = "SELECT rowid, key, CAST(size AS INTEGER), filename FROM Cache ORDER BY access_time LIMIT ?"
-NAMES = "SELECT key FROM Cache WHERE raw = 1 AND typeof(key) = 'text' AND substr(key, 1, ?) = ?"
+NAMES = "SELECT key FROM Cache WHERE key >= ? AND key < ? AND raw = 1"
+"""A range of diskcache's index on (key, raw), which compares text byte by byte."""
+ABOVE_ALL_TEXT = b""
+"""SQLite sorts any bytes behind any text."""
 
 
 class Row(NamedTuple):
@@ -108,7 +111,8 @@ class BlobIndex(diskcache.Cache):  # type: ignore[misc]
         return [verdict for (verdict,) in self.rows("PRAGMA integrity_check") if verdict != "ok"]
 
     def names(self, prefix: str) -> list[str]:
-        return [name for (name,) in self.rows(NAMES, len(prefix), prefix)]
+        end = prefix_end(prefix)
+        return [name for (name,) in self.rows(NAMES, prefix, ABOVE_ALL_TEXT if end is None else end)]
 
     def sums(self) -> tuple[int, int]:
         """Number of blobs, and bytes in files of their own."""

@@ -24,9 +24,10 @@ class GuardedTier:
         CLOSED ──`max_faults` faults in a row──► OPEN for `min_pause_s`
         OPEN ──pause over──► one trial call ──► CLOSED, or OPEN for twice as long, up to `max_pause_s`
 
-    While it is open the medium is not asked. `get` answers None and `put` False, at a fault as well:
-    they never raise `TierError`. `delete`, `names` and `flush` raise it, as an answer made up would
-    look complete. `check` says the fault in a sentence.
+    While it is open the medium is not asked. `put` answers False, at a fault as well: it never raises
+    `TierError`. `get`, `delete`, `discard`, `names` and `flush` raise it, as an answer made up would
+    look complete: what is not there may be forgotten, what cannot be asked for may not. `check` says
+    the fault in a sentence.
     """
 
     def __init__(
@@ -58,9 +59,7 @@ class GuardedTier:
         return self._pause_s > 0
 
     def get(self, name: str) -> bytes | None:
-        with suppress(TierError):
-            return self._guarded(lambda: self._tier.get(name))
-        return None
+        return self._guarded(lambda: self._tier.get(name))
 
     def put(self, name: str, value: Blob) -> bool:
         with suppress(TierError):
@@ -69,6 +68,9 @@ class GuardedTier:
 
     def delete(self, names: Iterable[str]) -> int:
         return self._guarded(lambda: self._tier.delete(names))
+
+    def discard(self, name: str, seen: bytes) -> bool:
+        return self._guarded(lambda: self._tier.discard(name, seen))
 
     def names(self, prefix: str = "") -> Iterator[str]:
         return self._guarded(lambda: self._tier.names(prefix))

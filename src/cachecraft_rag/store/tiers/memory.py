@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from cachecraft_rag.store.tiers.base import Blob, Counters, TierError, TierStats, as_bytes, checked_budget
+from cachecraft_rag.store.tiers.base import (
+    Blob,
+    Counters,
+    TierError,
+    TierStats,
+    as_bytes,
+    checked_budget,
+    prefix_end,
+)
 
 ENTRY_BYTES = 192
-"""What an entry takes beside its value and the characters of its name: the heads of two objects and a place
-in the dictionary (measured in CPython 3.11: 156 to 176 bytes)."""
+"""What an entry takes beside its value and the characters of its name: the heads of two objects, a place in
+the dictionary (measured in CPython 3.11: 156 to 176 bytes) and one in the list of names (8 or 9)."""
 
 
 class MemoryTier:
@@ -27,6 +36,8 @@ class MemoryTier:
         self._budget_bytes = checked_budget(budget_bytes)
         self._lock = threading.Lock()
         self._blobs: OrderedDict[str, bytes] = OrderedDict()
+        # A plain list: moving its end for a put costs microseconds, and no library has to be there.
+        self._sorted: list[str] = []
         self._used_bytes = 0
         self._counters = Counters()
         self._closed = False
@@ -50,6 +61,7 @@ class MemoryTier:
             self._drop(name)
             self._make_room(size_bytes)
             self._blobs[name] = held
+            insort(self._sorted, name)
             self._used_bytes += size_bytes
         return True
 
@@ -58,10 +70,18 @@ class MemoryTier:
             self._refuse_if_closed()
             return sum(self._drop(name) for name in names)
 
-    def names(self, prefix: str = "") -> Iterator[str]:
+    def discard(self, name: str, seen: bytes) -> bool:
         with self._lock:
             self._refuse_if_closed()
-            return iter([name for name in self._blobs if name.startswith(prefix)])
+            return self._blobs.get(name) == seen and self._drop(name)
+
+    def names(self, prefix: str = "") -> Iterator[str]:
+        end = prefix_end(prefix)
+        with self._lock:
+            self._refuse_if_closed()
+            start = bisect_left(self._sorted, prefix)
+            stop = len(self._sorted) if end is None else bisect_left(self._sorted, end, start)
+            return iter(self._sorted[start:stop])
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -81,7 +101,10 @@ class MemoryTier:
                 faults.append(f"blobs take {used_bytes} bytes, the books say {self._used_bytes}")
             if used_bytes > self._budget_bytes:
                 faults.append(f"blobs take {used_bytes} bytes, over the budget of {self._budget_bytes}")
+            if self._sorted != sorted(self._blobs):
+                faults.append("the list of names is not that of the blobs")
             if repair:
+                self._sorted = sorted(self._blobs)
                 self._used_bytes = used_bytes
                 self._make_room(0)
             return faults
@@ -90,6 +113,7 @@ class MemoryTier:
         with self._lock:
             self._closed = True
             self._blobs.clear()
+            self._sorted.clear()
             self._used_bytes = 0
 
     def _make_room(self, size_bytes: int) -> None:
@@ -103,6 +127,7 @@ class MemoryTier:
         value = self._blobs.pop(name, None)
         if value is None:
             return False
+        del self._sorted[bisect_left(self._sorted, name)]
         self._used_bytes -= _charge(name, value)
         return True
 

@@ -21,10 +21,10 @@ try:
 except ImportError as missing:
     raise MissingDependencyError("the Redis tier needs redis: run `pip install redis`") from missing
 
-ENTRY_BYTES = 416
-NAME_BYTES = 3
-"""What Redis takes beside a value: `ENTRY_BYTES` for the entries of its key, the hash and the sorted set, and
-each of them holds the name (measured with MEMORY USAGE in Redis 7.0; see docs/tiers.md)."""
+ENTRY_BYTES = 544
+NAME_BYTES = 4
+"""What Redis takes beside a value: `ENTRY_BYTES` for the entries of its key, the hash and two sorted sets;
+each of them holds the name (measured with `used_memory` in Redis 7.0; see docs/tiers.md)."""
 
 NAMES_PER_CALL = 500
 CHECK_TIMEOUT_S = 5.0
@@ -33,10 +33,10 @@ CHECK_TIMEOUT_S = 5.0
 class RedisTier:
     """Least-recently-used blobs as plain strings under a prefix.
 
-    The order of use and the sum of bytes are kept in Redis beside the blobs, and changed together with
-    them by scripts and transactions: two writers, or a client that dies in the middle, leave nothing half
-    done. Whatever the server itself evicts or forgets is found at the next `get`, `put` or `check`. No
-    setting of the server is changed.
+    The order of use, the names in order and the sum of bytes are kept in Redis beside the blobs, and changed
+    together with them by scripts and transactions: two writers, or a client that dies in the middle, leave
+    nothing half done. Whatever the server itself evicts or forgets is found at the next `get`, `put`,
+    `names` or `check`. No setting of the server is changed.
 
     All keys of a prefix have one hash tag, so in a cluster they lie on one node; take a prefix per
     namespace to spread them. `flush` has nothing to do: what was put is with the server, and whether it
@@ -69,7 +69,7 @@ class RedisTier:
         self._blobs = f"{{{prefix}}}:blob:"
         self._sizes = f"{{{prefix}}}:sizes"
         self._meta = f"{{{prefix}}}:meta"
-        self._books = (f"{{{prefix}}}:lru", self._sizes, self._meta)
+        self._books = (f"{{{prefix}}}:lru", self._sizes, self._meta, f"{{{prefix}}}:names")
         self._lock = threading.Lock()
         self._clients: dict[float, Any] = {}
         self._counters = Counters()
@@ -79,7 +79,8 @@ class RedisTier:
         with self._server("get") as client:
             pipeline = client.pipeline(transaction=False)
             pipeline.get(self._blobs + name)
-            pipeline.execute_command("EVAL", scripts.TOUCH, 3, *self._books, self._blobs, name)
+            arguments = (*self._books, self._blobs, name)
+            pipeline.execute_command("EVAL", scripts.TOUCH, len(self._books), *arguments)
             value: bytes | None = pipeline.execute()[0]
         self._counters.found(value is not None)
         return value
@@ -104,12 +105,21 @@ class RedisTier:
                 num_blobs += self._run(client, scripts.DELETE, *batch)
         return num_blobs
 
+    def discard(self, name: str, seen: bytes) -> bool:
+        with self._server("discard") as client:
+            return bool(self._run(client, scripts.DISCARD, name, seen))
+
     def names(self, prefix: str = "") -> Iterator[str]:
-        pattern = re.sub(r"([*?\[\]\\])", r"\\\1", prefix) + "*"
-        with self._server("list") as client:
-            fields = client.hscan_iter(self._sizes, match=pattern, count=NAMES_PER_CALL)
-            # A scan may say a name twice.
-            return iter({field.decode() for field, _ in fields})
+        found: list[bytes] = []
+        # UTF-8 has no byte 0xff, so this is above all names that start with the prefix.
+        start, end = b"[" + prefix.encode(), b"(" + prefix.encode() + b"\xff"
+        is_more = True
+        while is_more:
+            batch = self._list(start, end)
+            found += batch
+            is_more = len(batch) == NAMES_PER_CALL
+            start = b"(" + batch[-1] if batch else start
+        return iter([name.decode() for name in found])
 
     def stats(self) -> TierStats:
         with self._server("count") as client:
@@ -124,7 +134,7 @@ class RedisTier:
             client.exists(self._meta)
 
     def check(self, repair: bool = False) -> list[str]:
-        """Blocks the server for about 12 ms per 1,000 blobs, and then looks through all its keys."""
+        """Blocks the server for about 18 ms per 1,000 blobs, and then looks through all its keys."""
         with self._server("check", CHECK_TIMEOUT_S) as client:
             rules = (int(repair), self._budget_bytes, ENTRY_BYTES, NAME_BYTES)
             faults = [fault.decode() for fault in self._run(client, scripts.AUDIT, *rules)]
@@ -141,6 +151,19 @@ class RedisTier:
             clients, self._clients = self._clients, {}
         for client in clients.values():
             client.close()
+
+    def _list(self, start: bytes, end: bytes) -> list[bytes]:
+        """The first names of a range, as ZRANGEBYLEX has it.
+
+        An older release, or a server that evicted them, has left no names: they are made again.
+        """
+        for _ in range(2):
+            with self._server("list") as client:
+                names: list[bytes] | None = self._run(client, scripts.LIST, start, end, NAMES_PER_CALL)
+            if names is not None:
+                return names
+            self.check(repair=True)
+        raise TierError("cannot list in Redis: the books do not add up, though they were just repaired")
 
     def _try_put(self, name: str, num_bytes: int, value: bytes) -> int:
         with self._server("put") as client:

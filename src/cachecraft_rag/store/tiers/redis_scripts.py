@@ -1,9 +1,10 @@
 """The steps of a Redis tier as Lua scripts: each runs as one, whoever else writes and whoever dies.
 
 Every script gets KEYS = the books (`lru`: sorted set of names by last use; `sizes`: hash of the bytes each
-name is charged with; `meta`: hash of `used`, their sum, and `clock`, which counts uses) and as its first
-argument what blob keys begin with. A blob's key is not among KEYS, as the blobs to evict are not known
-before; it has the books' hash tag, so it lies on the same node of a cluster.
+name is charged with; `meta`: hash of `used`, their sum, and `clock`, which counts uses; `names`: sorted set
+of names, all of score 0, so in the order of their bytes) and as its first argument what blob keys begin with.
+A blob's key is not among KEYS, as the blobs to evict are not known before; it has the books' hash tag, so it
+lies on the same node of a cluster.
 
 They are sent as text (`EVAL`): Redis keeps them compiled by their hash, and a server that was restarted needs
 nobody to load them again, within pipelines neither.
@@ -12,11 +13,12 @@ nobody to load them again, within pipelines neither.
 from __future__ import annotations
 
 _COMMON = """
-local lru, sizes, meta, blobs = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
+local lru, sizes, meta, names, blobs = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 local function used() return tonumber(redis.call('HGET', meta, 'used') or '0') end
 local function drop(name)
   redis.call('DEL', blobs .. name)
   redis.call('ZREM', lru, name)
+  redis.call('ZREM', names, name)
   local size = redis.call('HGET', sizes, name)
   if not size then return 0 end
   redis.call('HDEL', sizes, name)
@@ -41,13 +43,15 @@ ADMIT = (
 local name, size, budget = ARGV[2], ARGV[3], tonumber(ARGV[4])
 local num = redis.call('HLEN', sizes)
 -- The server may have evicted one of the books: then the sum starts from nothing, or below.
-if redis.call('ZCARD', lru) ~= num or used() < 0 or (num > 0 and used() == 0) then return -1 end
+if redis.call('ZCARD', lru) ~= num or redis.call('ZCARD', names) ~= num then return -1 end
+if used() < 0 or (num > 0 and used() == 0) then return -1 end
 drop(name)
 local count = evict(budget - tonumber(size))
 if count < 0 then return -1 end
 redis.call('HSET', sizes, name, size)
 redis.call('HINCRBY', meta, 'used', size)
 redis.call('ZADD', lru, redis.call('HINCRBY', meta, 'clock', 1), name)
+redis.call('ZADD', names, 0, name)
 return count
 """
 )
@@ -78,6 +82,24 @@ return count
 """
 )
 """(names...) -> how many there were."""
+
+DISCARD = (
+    _COMMON
+    + """
+if redis.call('GET', blobs .. ARGV[2]) ~= ARGV[3] then return 0 end
+return drop(ARGV[2])
+"""
+)
+"""(name, value) -> 1 if the blob had this value and was dropped, else 0."""
+
+LIST = (
+    _COMMON
+    + """
+if redis.call('ZCARD', names) ~= redis.call('HLEN', sizes) then return false end
+return redis.call('ZRANGEBYLEX', names, ARGV[2], ARGV[3], 'LIMIT', 0, ARGV[4])
+"""
+)
+"""(start, end, number) -> that many names at most, in order; nil: the books do not add up."""
 
 UNLISTED = (
     _COMMON
@@ -114,12 +136,18 @@ for _, name in ipairs(redis.call('HKEYS', sizes)) do
     fault(name .. ' is not in the order of use')
     if repair then redis.call('ZADD', lru, 0, name) end
   end
+  if not redis.call('ZSCORE', names, name) and redis.call('HEXISTS', sizes, name) == 1 then
+    fault(name .. ' is not among the names')
+    if repair then redis.call('ZADD', names, 0, name) end
+  end
   sum = sum + (noted or 0)
 end
-for _, name in ipairs(redis.call('ZRANGE', lru, 0, -1)) do
-  if redis.call('HEXISTS', sizes, name) == 0 then
-    fault(name .. ' is in the order of use but not listed')
-    if repair then redis.call('ZREM', lru, name) end
+for set, title in pairs({[lru] = 'in the order of use', [names] = 'among the names'}) do
+  for _, name in ipairs(redis.call('ZRANGE', set, 0, -1)) do
+    if redis.call('HEXISTS', sizes, name) == 0 then
+      fault(name .. ' is ' .. title .. ' but not listed')
+      if repair then redis.call('ZREM', set, name) end
+    end
   end
 end
 if used() ~= sum then
