@@ -101,7 +101,7 @@ def on_disk(folder: Path) -> dict[str, Any]:
 
 def test_engines_share_kv_through_disk_and_redis(tiny_model: Path, redis_server: Any, tmp_path: Path) -> None:
     """A second process on the same folder answers its first request from disk, a third on another folder from
-    Redis, with the same answers."""
+    Redis, with the same answers; and what it used is on its own disk from then on."""
     redis = {"redis_url": redis_server.url, "redis_store_bytes": 1 << 26}
     with EngineProcess(tiny_model, **on_disk(tmp_path / "one"), **redis) as first:
         answer = first.ask()
@@ -109,13 +109,17 @@ def test_engines_share_kv_through_disk_and_redis(tiny_model: Path, redis_server:
         from_disk = second.ask()
     with EngineProcess(tiny_model, **on_disk(tmp_path / "two"), **redis) as third:
         from_redis = third.ask()
-    assert [each["tiers"] for each in (answer, from_disk, from_redis)] == [
+        third("flush")
+    with EngineProcess(tiny_model, **on_disk(tmp_path / "two")) as fourth:
+        promoted = fourth.ask()
+    assert [each["tiers"] for each in (answer, from_disk, from_redis, promoted)] == [
         ["", ""],
         ["disk"] * 2,
         ["redis"] * 2,
+        ["disk"] * 2,
     ]
     assert from_disk["decisions"] == from_redis["decisions"] == ["exact", "exact"]
-    assert answer["token_ids"] == from_disk["token_ids"] == from_redis["token_ids"]
+    assert answer["token_ids"] == from_disk["token_ids"] == from_redis["token_ids"] == promoted["token_ids"]
 
 
 def test_invalidating_in_one_process_binds_the_others(tiny_model: Path, tmp_path: Path) -> None:
