@@ -1,7 +1,7 @@
 """What each way to store KV costs in bytes, time and error: the tables of docs/record-format.md.
 
     python -m benchmarks.store_codecs                    made-up KV with channels of unlike scale
-    python -m benchmarks.store_codecs --kv kv.npy        KV of a model: (layers, 2, tokens, heads, size)
+    python -m benchmarks.store_codecs --model default    KV of that model, or of a folder, over demo passages
 
 The error is that of the decoded KV against the KV in the model's dtype, relative to the root mean
 square of all keys, or all values, of the same layer: its own root mean square over all layers, and
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from cachecraft_rag.models import default_model
 from cachecraft_rag.store.codecs import CODECS, DTYPES, Codec
 from cachecraft_rag.store.record_format import KV, Expected, RecordFacts, VariantName, decode, encode
 
@@ -38,6 +41,9 @@ SEED = 4
 ZFP_BITS = (8, 12)
 ZFP_TOLERANCES = (0.01, 0.05)
 """Largest error that is allowed, in parts of the layer's root mean square."""
+MAX_TOKENS = 384
+"""Fewer than any window, so that windowed layers hold as many keys as the others."""
+PASSAGES = Path(__file__).resolve().parents[1] / "examples" / "data" / "passages.jsonl"
 MB = 1e6
 
 
@@ -206,19 +212,36 @@ def made_kv() -> Array:
     return (dice.standard_normal(MADE_SHAPE) * scales).astype(np.float32)
 
 
+def model_kv(name: str) -> Array:
+    """KV of the first demo passages, keys turned to their positions: (layers, 2, tokens, heads, size)."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = default_model() if name == "default" else Path(name)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with PASSAGES.open(encoding="utf-8") as lines:
+        text = "\n\n".join(json.loads(line)["text"] for line in islice(lines, 4))
+    encoded = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
+    with torch.no_grad():
+        cache = model(encoded.input_ids[:, :MAX_TOKENS]).past_key_values
+    layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
+    kv: Array = torch.stack(layers).transpose(2, 3).float().numpy()
+    return kv
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.store_codecs",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--kv", type=Path, help="float32 .npy of (layers, 2, tokens, heads, size)")
+    parser.add_argument("--model", help="'default', or a folder that transformers can load")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="the model's")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    given = np.load(args.kv, allow_pickle=False) if args.kv else made_kv()
+    given = model_kv(args.model) if args.model else made_kv()
     kv = given.astype(DTYPES[args.dtype])
-    source = f"KV of a model, {args.kv.name}" if args.kv else "made-up KV (no --kv), channels of unlike scale"
+    source = f"KV of {args.model}" if args.model else "made-up KV (no --model), channels of unlike scale"
     print(f"{source}: {kv.shape} in {args.dtype}; {platform.machine()}, numpy {np.__version__}\n")
     print_codecs(kv, args.rounds)
     print()
