@@ -109,7 +109,7 @@ def assert_served_nothing_stale(scheduler: Any, doc_id: str, old: Version, new: 
 
 
 def play(scheduler: Any, doc_id: str, versions: Sequence[Version]) -> Iterator[tuple[int, int]]:
-    """Apply all versions in order, under traffic; (sections that stay, those whose KV stays) of each change."""
+    """All versions in order, under traffic; (sections that stay, those whose KV stays) of each change."""
     replaced(scheduler, doc_id, versions[0])
     scheduler.answer(refs(doc_id, versions[0]))
     for old, new in pairwise(versions):

@@ -29,6 +29,7 @@ from cachecraft_rag.store.journal import Follower, JournalError
 from cachecraft_rag.store.journal.position_file import PositionFile
 from cachecraft_rag.store.null import NullChunkStore
 from cachecraft_rag.store.policies import policy_named, with_ttl
+from cachecraft_rag.store.quotas import Quotas
 from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.cold_io import ColdIO
 from cachecraft_rag.vllm_connector.cold_side import ColdSide, Orphans
@@ -198,6 +199,7 @@ def _make_store(extra: dict[str, Any], orphans: Orphans) -> ChunkStore:
         orphans.add,
         policy if ttl_s is None else with_ttl(policy, ttl_s),
         extra["has_admission"],
+        quotas=Quotas(extra["tenant_quotas"], extra["default_tenant_quota_bytes"]),
     )
 
 
