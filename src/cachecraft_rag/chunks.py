@@ -22,6 +22,12 @@ ChunkKey = NewType("ChunkKey", str)
 
 DIGEST_BYTES = 16
 
+SHARED_TENANT = "cachecraft:shared"
+"""Tenant of public documents: its chunks are stored once and may be read by every tenant.
+
+Only `warm` writes to it, so that no KV in it was computed behind a tenant's private text.
+"""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
@@ -56,6 +62,10 @@ class Chunk:
     `doc_id` and `version` never take part in the KV key: they drive invalidation, reports and
     display. Text that changed is another key by construction.
 
+    Attributes:
+        is_shared: public: its KV is looked up in `SHARED_TENANT`, whoever asks. False keeps it the
+            tenant's own, also where a public document has the same text.
+
     Raises:
         InvalidRequestError: `text` is not a non-empty string.
     """
@@ -63,6 +73,7 @@ class Chunk:
     text: str
     doc_id: str | None = None
     version: str | None = None
+    is_shared: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
+from cachecraft_rag.chunks import SHARED_TENANT
 from cachecraft_rag.errors import ConfigurationError
 
 ENV_PREFIX = "CACHECRAFT_"
@@ -47,6 +49,8 @@ class CacheCraftConfig:
         max_variants_per_chunk: stored KV variants of one text, each behind another prefix.
         host_store_bytes: bytes of host memory for chunk KV over all ranks; None takes a quarter of
             the memory that is free when the engine starts; 0 switches the store off.
+        tenant_quotas: bytes of it that a tenant's chunk KV may take, by tenant; 0 keeps one out.
+        default_tenant_quota_bytes: the same for every tenant not named there; None for no limit.
         disk_store_bytes: bytes of disk for chunk KV, kept over restarts; 0 switches the disk tier off.
         disk_store_dir: its folder; None takes one in the cache folder. Engines may share it.
         redis_url: a Redis that engines share chunk KV through, `redis://`, `rediss://`, `unix://` or
@@ -70,6 +74,8 @@ class CacheCraftConfig:
         quality_threshold: mean of it over the last samples below which requests are computed in full.
         max_first_token_kl: nats above which a sample is looked into for a chunk that is to blame.
         self_test: prove exactness on the loaded model at its first start.
+        audit_log: file that says which document versions stood behind each answer, and what was
+            replaced, invalidated or purged; None for none. See docs/store.md.
         default_tenant: tenant of requests that name none.
 
     Raises:
@@ -83,6 +89,9 @@ class CacheCraftConfig:
     min_chunk_tokens: int = 8
     max_variants_per_chunk: int = 2
     host_store_bytes: int | None = None
+    # Left out of the hash only: a mapping has none, and engines are shared by equal configurations.
+    tenant_quotas: Mapping[str, int] = field(default_factory=dict, hash=False)
+    default_tenant_quota_bytes: int | None = None
     disk_store_bytes: int = 0
     disk_store_dir: str | None = None
     redis_url: str | None = None
@@ -105,6 +114,7 @@ class CacheCraftConfig:
     quality_threshold: float = 0.35
     max_first_token_kl: float = 0.25
     self_test: bool = True
+    audit_log: str | None = None
     default_tenant: str = "default"
 
     def __post_init__(self) -> None:
@@ -132,8 +142,13 @@ class CacheCraftConfig:
         self._check_store()
         if not self.default_tenant:
             raise ConfigurationError("default_tenant is empty: it names requests without a tenant")
+        if self.default_tenant == SHARED_TENANT:
+            raise ConfigurationError(f"default_tenant is {SHARED_TENANT!r}, which only `warm` writes to")
+        if self.audit_log == "":
+            raise ConfigurationError("audit_log is empty: give the path of a file, or None for none")
 
     def _check_store(self) -> None:
+        self._check_quotas()
         if self.eviction_policy not in EVICTION_POLICIES:
             raise ConfigurationError(
                 f"eviction_policy is {self.eviction_policy!r}: choose one of {', '.join(EVICTION_POLICIES)}"
@@ -155,6 +170,23 @@ class CacheCraftConfig:
             # Not shown: it may hold a password.
             raise ConfigurationError("redis_url is no URL: write redis://host:6379/0")
 
+    def _check_quotas(self) -> None:
+        if not isinstance(self.tenant_quotas, Mapping):
+            raise ConfigurationError(f"tenant_quotas is {self.tenant_quotas!r}: a mapping, tenant to bytes")
+        # A copy: the caller's mapping may change.
+        object.__setattr__(self, "tenant_quotas", dict(self.tenant_quotas))
+        for tenant, quota_bytes in self.tenant_quotas.items():
+            if not isinstance(tenant, str) or not tenant:
+                raise ConfigurationError(f"tenant_quotas names {tenant!r}: a tenant is a non-empty string")
+            _check_bytes(f"tenant_quotas[{tenant!r}]", quota_bytes)
+        if self.default_tenant_quota_bytes is not None:
+            _check_bytes("default_tenant_quota_bytes", self.default_tenant_quota_bytes)
+
+    @property
+    def has_cold_tiers(self) -> bool:
+        """Whether KV outlives an engine, on disk or in Redis."""
+        return bool(self.disk_store_bytes or self.redis_url)
+
     @property
     def alpha(self) -> float:
         return PRESET_ALPHAS[self.preset]
@@ -165,7 +197,8 @@ class CacheCraftConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> CacheCraftConfig:
-        """Read `CACHECRAFT_<FIELD>` variables; unset ones keep their defaults.
+        """Read `CACHECRAFT_<FIELD>` variables; unset ones keep their defaults. A mapping is written as
+        JSON: `CACHECRAFT_TENANT_QUOTAS={"a": 1000000}`.
 
         Raises:
             ConfigurationError: a variable with the prefix names no setting, or does not parse.
@@ -213,6 +246,11 @@ def _check_share(name: str, value: float) -> None:
         raise ConfigurationError(f"{name} is {value!r}: it is a share and must lie in [0, 1]")
 
 
+def _check_bytes(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigurationError(f"{name} is {value!r}: a whole number of bytes, 0 or more")
+
+
 def _parse(variable: str, raw: str, type_name: str) -> object:
     try:
         if type_name == "bool":
@@ -221,6 +259,8 @@ def _parse(variable: str, raw: str, type_name: str) -> object:
             return int(raw)
         if type_name.startswith("float"):
             return float(raw)
+        if type_name.startswith("Mapping"):
+            return json.loads(raw)
     except (KeyError, ValueError) as error:
         raise ConfigurationError(f"{variable}={raw!r} is not a {type_name}") from error
     return raw

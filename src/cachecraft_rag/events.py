@@ -37,6 +37,8 @@ class Reason(enum.StrEnum):
     OTHER_PREFIX = "other_prefix"
     RECOMPUTE_ALL = "recompute_all"
     NOT_CACHED = "not_cached"
+    OVER_QUOTA = "over_quota"
+    NOT_WARMED = "not_warmed"
     NO_EXACT_VARIANT = "no_exact_variant"
     REPEATED_IN_PROMPT = "repeated_in_prompt"
     NOT_IN_PROMPT = "not_in_prompt"
@@ -72,6 +74,8 @@ _SENTENCES: Mapping[Reason, str] = {
     Reason.OTHER_PREFIX: "It was cached behind other text, so its KV was moved and repaired.",
     Reason.RECOMPUTE_ALL: "The strategy or budget asked for every token to be recomputed.",
     Reason.NOT_CACHED: "It was not in the store; it was computed and offered to the store.",
+    Reason.OVER_QUOTA: "It was not in the store, and its tenant's quota has no room to keep it.",
+    Reason.NOT_WARMED: "It is marked as shared and was not in the store; only `warm` puts such chunks there.",
     Reason.NO_EXACT_VARIANT: "Only exact reuse was allowed and no variant had the same prefix.",
     Reason.REPEATED_IN_PROMPT: "It stands twice in this prompt and was not cached before.",
     Reason.NOT_IN_PROMPT: "Its text does not occur in the rendered prompt.",

@@ -35,6 +35,7 @@ with CacheCraftEngine(model, config=config, **settings) as engine:
     for line in sys.stdin:
         action, *arguments = json.loads(line)
         answer = {"ask": lambda: ask(engine), "flush": engine.flush, "invalidate": engine.invalidate,
+                  "invalidate_chunk": engine.invalidate_chunk,
                   "prefetch": lambda: engine.prefetch(chunks)}[action](*arguments)
         print("RESULT " + json.dumps(answer), flush=True)
 """
@@ -132,5 +133,9 @@ def test_invalidating_in_one_process_binds_the_others(tiny_model: Path, tmp_path
         assert other.ask()["decisions"] == ["exact", "exact"]
         assert one("invalidate", "b") == 1
         after = other.ask()
-    assert after["decisions"] == ["exact", "computed"]
-    assert after["token_ids"] == answer["token_ids"]
+        assert after["decisions"] == ["exact", "computed"]
+        assert other.ask()["decisions"] == ["exact", "exact"]
+        one("invalidate_chunk", "The queen answered the letter of the captain in June.")
+        last = other.ask()
+    assert last["decisions"] == ["exact", "computed"]
+    assert last["token_ids"] == after["token_ids"] == answer["token_ids"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cachecraft_rag.chunks import Chunk
+from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine import CacheCraftEngine
-from cachecraft_rag.errors import EngineError
+from cachecraft_rag.errors import EngineError, InvalidRequestError
 
 OLD = Chunk("The bridge was built in 1954.", doc_id="bridge", version="1")
 NEW = Chunk("The bridge was rebuilt in 1987.", doc_id="bridge", version="2")
@@ -67,14 +68,56 @@ def test_purge_forgets_one_tenant(engine, backend, spec_of) -> None:
     assert num_found(engine, backend, spec_of, OLD) == 1
 
 
+@pytest.mark.parametrize("name", [Chunk, str])
+def test_invalidated_chunk_is_forgotten_with_all_its_documents(engine, backend, spec_of, name) -> None:
+    """Its key is the one under which it is looked up; other texts of its documents stay known."""
+    backend.replies["invalidate_chunks"] = 2
+    rest = Chunk("It is long.", doc_id="bridge")
+    engine.prefetch([OLD, Chunk(OLD.text, doc_id="copy"), rest])
+    assert num_found(engine, backend, spec_of, OLD) == 1
+    (ref,) = spec_of(backend.requests[-1]).chunks
+    assert engine.invalidate_chunk(name(f" {OLD.text}\n")) == 2
+    assert arguments_of(backend, "invalidate_chunks") == {"tenant": "default", "keys": [ref.key]}
+    assert [num_found(engine, backend, spec_of, chunk) for chunk in (OLD, rest)] == [0, 1]
+
+
+@pytest.mark.parametrize("chunk", ["", None, 7])
+def test_only_a_text_can_be_invalidated(engine, chunk) -> None:
+    with pytest.raises(InvalidRequestError):
+        engine.invalidate_chunk(chunk)
+
+
+def test_invalidating_nothing_that_was_stored_starts_nothing(engine, backend) -> None:
+    assert engine.invalidate_chunk(OLD) == 0
+    assert not engine.is_started
+
+
 @pytest.mark.parametrize(
     "drop",
     [
         lambda engine: engine.purge(),
         lambda engine: engine.invalidate("bridge"),
+        lambda engine: engine.invalidate_chunk(OLD),
+    ],
+    ids=["purge", "invalidate", "invalidate_chunk"],
+)
+def test_what_an_earlier_engine_left_is_dropped_before_the_first_call(make_engine, backend, drop) -> None:
+    """With cold tiers there may be KV of which this engine knows nothing yet."""
+    engine = make_engine(CacheCraftConfig(self_test=False, disk_store_bytes=1 << 20))
+    backend.replies.update(purge=3, invalidate=3, invalidate_chunks=3)
+    assert drop(engine) == 3
+    assert engine.is_started
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda engine: engine.purge(),
+        lambda engine: engine.invalidate("bridge"),
+        lambda engine: engine.invalidate_chunk(OLD),
         lambda engine: engine.replace("bridge", "2", [NEW]),
     ],
-    ids=["purge", "invalidate", "replace"],
+    ids=["purge", "invalidate", "invalidate_chunk", "replace"],
 )
 def test_dropped_text_cannot_come_from_the_prefix_cache(engine, backend, drop) -> None:
     """After a drop the tenant's requests find nothing of before in vLLM's prefix cache."""
@@ -86,6 +129,25 @@ def test_dropped_text_cannot_come_from_the_prefix_cache(engine, backend, drop) -
     before, other_before, after, other_after = (request.cache_salt for request in backend.requests)
     assert before != after
     assert other_before == other_after
+
+
+def test_prefix_cache_is_forgotten_though_the_drop_failed(engine, backend) -> None:
+    """The call has to be repeated; until then nothing of before is served from there either."""
+    backend.replies["purge"] = RuntimeError("a tier is gone")
+    engine.complete("Hello")
+    with pytest.raises(EngineError):
+        engine.purge()
+    engine.complete("Hello")
+    before, after = (request.cache_salt for request in backend.requests)
+    assert before != after
+
+
+def test_repair_is_asked_for(engine, backend) -> None:
+    """`check` looks, `check(repair=True)` mends; both tell what they found."""
+    backend.replies["check"] = ["wrong", "repaired: all of it"]
+    engine.start()
+    assert engine.check() == engine.check(repair=True) == ["wrong", "repaired: all of it"]
+    assert [dict(message.arguments) for message in backend.controls] == [{"repair": False}, {"repair": True}]
 
 
 def test_nothing_is_started_to_forget_what_was_never_stored(engine, backend) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cachecraft_rag.chunks import Chunk, ChunkKey, PromptLayout, Segment, SegmentKind, Span
+from cachecraft_rag.chunks import SHARED_TENANT, Chunk, ChunkKey, PromptLayout, Segment, SegmentKind, Span
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine.api import Completion, SamplingOptions
 from cachecraft_rag.engine.backend import BackendRequest
@@ -23,6 +23,7 @@ from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
 HEAD, SIZE, TENANT = 4, 10, "t"
 GOOD, BAD = {1: math.log(0.9), 2: math.log(0.05)}, {1: math.log(0.05), 2: math.log(0.9)}
 KEYS = tuple(ChunkKey(name) for name in "abcd")
+SHARED_KEY = ChunkKey("shared")
 
 
 def prepared_for(keys: tuple[ChunkKey, ...] = KEYS[:3], **options: Any) -> Prepared:
@@ -34,7 +35,8 @@ def prepared_for(keys: tuple[ChunkKey, ...] = KEYS[:3], **options: Any) -> Prepa
         (*texts, *(Segment(s, SegmentKind.CHUNK, "c", chunk, k) for s, k in zip(spans, keys, strict=True))),
     )
     refs = tuple(
-        ChunkRef(span, key, f"prefix {i}") for i, (span, key) in enumerate(zip(spans, keys, strict=True))
+        ChunkRef(span, key, f"prefix {i}", is_shared=key == SHARED_KEY)
+        for i, (span, key) in enumerate(zip(spans, keys, strict=True))
     )
     spec = RequestSpec("request", TENANT, refs, "cachecraft", alpha=0.3, share=0.2, recompute_ratio=0.5)
     sampling = SamplingOptions(max_tokens=500, temperature=0.7)
@@ -271,6 +273,20 @@ async def test_copies_for_a_diagnosis_are_dropped(make: MakeFeedback, engine: En
     (action, arguments) = engine.controls[0]
     assert action == "drop_chunks" and set(arguments["keys"]) == set(KEYS[:3])
     assert {c.spec.tenant for c in copies} == {arguments["tenant"]} != {TENANT}
+
+
+async def test_shared_chunk_is_copied_apart_and_dropped_where_it_is_stored(
+    make: MakeFeedback, engine: Engine
+) -> None:
+    """A diagnosis looks its fresh copies up in their own tenant; what is to blame goes for everybody."""
+    engine.corrupt = {SHARED_KEY}
+    feedback = make(quality_threshold=0.0)
+    for _ in range(2):
+        await examine(feedback, (KEYS[0], SHARED_KEY))
+    asked = [run.spec for run in engine.asked if run.spec.tenant != TENANT]
+    assert asked and not any(ref.is_shared for spec in asked for ref in spec.chunks)
+    assert [a["keys"] for _, a in engine.controls if a["tenant"] == SHARED_TENANT] == [[SHARED_KEY]]
+    assert engine.forgotten == [SHARED_TENANT]
 
 
 async def test_breaker_opens_on_bad_answers_and_closes_on_good_ones(

@@ -54,11 +54,16 @@ class RunRecorder(BaseCallbackHandler):
         self.parents[run_id] = parent_run_id
 
 
-def remembered(documents: Sequence[Document]) -> list[Chunk]:
+def remembered(documents: Sequence[Document], **settings: Any) -> list[Chunk]:
     """The chunks that the engine is told of when these documents are returned."""
-    engine = FakeEngine()
-    CacheCraftRetriever(base_retriever=ListRetriever(documents=list(documents)), engine=engine).invoke("q")
+    engine, base = FakeEngine(), ListRetriever(documents=list(documents))
+    CacheCraftRetriever(base_retriever=base, engine=engine, **settings).invoke("q")
     return list(engine.last_call.chunks)
+
+
+def test_documents_of_a_public_corpus_are_marked_so() -> None:
+    """The engine then looks for the KV that all tenants share."""
+    assert remembered([Document("text")], is_shared=True) == [Chunk("text", is_shared=True)]
 
 
 def test_documents_come_back_as_they_are() -> None:

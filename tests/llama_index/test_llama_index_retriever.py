@@ -75,6 +75,12 @@ async def test_engine_is_told_the_text_that_the_model_sees(
     )
 
 
+def test_chunks_of_a_public_corpus_are_marked_so(engine: FakeEngine, nodes: list[TextNode]) -> None:
+    """The engine then looks for the KV that all tenants share."""
+    CacheCraftRetriever(ListRetriever(nodes), engine=engine, is_shared=True).retrieve("Who?")
+    assert [chunk.is_shared for chunk in prefetched(engine)] == [True] * 3
+
+
 def test_chunk_text_is_what_synthesizers_show(engine: FakeEngine, nodes: list[TextNode]) -> None:
     """The text told to the engine is LlamaIndex's own rendering for the model."""
     CacheCraftRetriever(ListRetriever(nodes), engine=engine).retrieve("Who?")

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cachecraft_rag.chunks import Chunk
+from cachecraft_rag.chunks import SHARED_TENANT, Chunk
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.segments.known import KnownChunks
 from cachecraft_rag.segments.prompt import PromptText
@@ -109,6 +109,55 @@ def test_forget_tenant_takes_everything_of_it() -> None:
     assert (found(memory), len(memory)) == ([], 1)
     memory.add("t", [Chunk("delta")])
     assert found(memory) == [("delta", None)]
+
+
+def test_forget_text_takes_one_text_out_of_all_its_documents() -> None:
+    """Other texts of those documents stay, and so does the text with another tenant."""
+    chunks = [Chunk("alpha", doc_id="1"), Chunk(" alpha ", doc_id="2"), Chunk("beta", doc_id="1")]
+    memory = known(*chunks)
+    memory.add("other", chunks)
+    memory.forget_text("t", "alpha\n")
+    memory.forget_text("t", "never seen")
+    memory.forget_text("nobody", "alpha")
+    assert found(memory) == [("beta", "1")]
+    assert len(found(memory, tenant="other")) == 2
+
+
+def test_shared_chunks_are_found_by_every_tenant() -> None:
+    """What is known of the shared tenant stands in anybody's prompts."""
+    memory = known(Chunk("beta", doc_id="public", is_shared=True), tenant=SHARED_TENANT)
+    memory.add("t", [Chunk("alpha", doc_id="mine")])
+    assert found(memory) == [("alpha", "mine"), ("beta", "public")]
+    assert found(memory, tenant="stranger") == found(memory, tenant=SHARED_TENANT) == [("beta", "public")]
+
+
+def test_own_chunk_is_not_taken_for_the_public_one_of_the_same_text() -> None:
+    """Whether it was passed with the call or remembered from an earlier one."""
+    memory = known(Chunk("alpha", doc_id="public", is_shared=True), tenant=SHARED_TENANT)
+    assert found(memory, Chunk("alpha", doc_id="mine")) == [("alpha", "mine")]
+    memory.add("t", [Chunk("alpha", doc_id="mine")])
+    assert found(memory) == [("alpha", "mine")]
+
+
+def test_forgetting_is_of_one_tenant_shared_or_not() -> None:
+    """Neither does a tenant's word touch what is shared, nor the other way round."""
+    memory = known(Chunk("alpha", doc_id="d"))
+    memory.add(SHARED_TENANT, [Chunk("beta", doc_id="d", is_shared=True)])
+    memory.forget_tenant("t")
+    assert found(memory) == [("beta", "d")]
+    memory.add("t", [Chunk("alpha", doc_id="d")])
+    memory.forget(SHARED_TENANT, "d")
+    assert found(memory) == [("alpha", "d")]
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_use_of_a_shared_chunk_by_anybody_keeps_it_known(is_shared: bool) -> None:
+    """But a tenant's own chunk of the same text and document keeps only itself."""
+    memory = known(Chunk("alpha", doc_id="d", is_shared=True), max_chunks=2, tenant=SHARED_TENANT)
+    memory.add("t", [Chunk("unused")])
+    found(memory, Chunk("alpha", doc_id="d", is_shared=is_shared))
+    memory.add("t", [Chunk("beta")])
+    assert (("alpha", "d") in found(memory, tenant="stranger")) is is_shared
 
 
 def test_the_least_recently_used_chunk_goes_first() -> None:

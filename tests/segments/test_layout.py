@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachecraft_rag.chunks import Chunk, SegmentKind, chunk_key, prefix_hashes
+from cachecraft_rag.chunks import Chunk, Segment, SegmentKind, chunk_key, prefix_hashes
 from cachecraft_rag.segments.layout import build_layout
 from cachecraft_rag.segments.matcher import ChunkMatcher
 from cachecraft_rag.segments.render import render_chat
@@ -156,6 +156,38 @@ def test_the_namespace_separates_keys(chatml) -> None:
     one, two = (build_layout(f"a {RIVER}", matches, chatml.segments, n).chunks[0] for n in ("one", "two"))
     assert one.key != two.key
     assert one.prefix_hash != two.prefix_hash
+
+
+def test_shared_chunks_have_keys_of_the_shared_namespace(chatml) -> None:
+    """They and what stands before them are named alike for every tenant; all else stays the tenant's."""
+    text = f"{BRIDGE} {RIVER}"
+    matches = ChunkMatcher([Chunk(BRIDGE), Chunk(RIVER, is_shared=True)]).find(text)
+
+    def chunks_for(namespace: str) -> tuple[Segment, ...]:
+        layout = build_layout(text, matches, chatml.segments, namespace, shared_namespace="public")
+        return layout.chunks
+
+    (private, shared), (other_private, other_shared) = chunks_for("one"), chunks_for("two")
+    assert (shared.key, shared.prefix_hash) == (other_shared.key, other_shared.prefix_hash)
+    assert private.key != other_private.key
+    assert private.prefix_hash != other_private.prefix_hash
+
+
+def test_shared_chunk_in_the_shared_namespace_itself_has_the_same_name(chatml) -> None:
+    """What is warmed there, marked or not, is what others look up."""
+    text = f"a {RIVER}"
+
+    def chunk_for(namespace: str, is_shared: bool) -> Segment:
+        matches = ChunkMatcher([Chunk(RIVER, is_shared=is_shared)]).find(text)
+        return build_layout(text, matches, chatml.segments, namespace, shared_namespace="public").chunks[0]
+
+    looked_up, warmed, unmarked = (
+        chunk_for("one", True),
+        chunk_for("public", True),
+        chunk_for("public", False),
+    )
+    assert looked_up.key == warmed.key == unmarked.key
+    assert looked_up.prefix_hash == warmed.prefix_hash == unmarked.prefix_hash
 
 
 PIECES = st.one_of(

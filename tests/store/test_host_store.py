@@ -293,6 +293,46 @@ def test_at_the_limit_a_pinned_inexact_variant_does_not_give_way() -> None:
     assert_holds(store, old)
 
 
+def test_repair_says_what_was_wrong_and_what_was_done() -> None:
+    """A record whose place is in doubt is dropped, the others are found as before."""
+    store = lru_store(100, 2)
+    lost, kept = put(store, "x"), put(store, "y")
+    store._books.used_bytes = 7
+    del store._books.index["a"][lost.key]
+    faults = store.check()
+    told = store.check(repair=True)
+    assert told[: len(faults)] == faults
+    assert [sentence.split(":")[0] for sentence in told[len(faults) :]] == ["repaired"] * 2
+    assert_holds(store, kept)
+    assert store.drain_freed() == (lost.record_id,)
+    assert store.stats().num_bytes == 10
+
+
+def test_what_repair_cannot_put_right_is_said() -> None:
+    """Pinned records are not taken from who reads them, not even for the budget."""
+    store = lru_store(20, 2)
+    for key in "xy":
+        store.pin(put(store, key).record_id, "request")
+    store._budget_bytes = 15
+    assert store.check(repair=True)[-1].startswith("not repaired: records hold 20 bytes, over the budget")
+    store.unpin("request")
+    store.check(repair=True)
+    assert store.check() == []
+
+
+def test_repaired_references_take_their_kv_with_them() -> None:
+    """KV that may have outlived its last document goes, also from the tiers below."""
+    orphans: list[tuple[str, list[ChunkKey]]] = []
+    store = HostChunkStore(100, 2, lambda tenant, keys: orphans.append((tenant, list(keys))))
+    meta = put(store, "x")
+    store.register("a", meta.key, DocumentRef("doc"))
+    del store._documents._tenants["a"].doc_ids_by_key[meta.key]
+    told = store.check(repair=True)
+    assert "1 records" in told[1]
+    assert orphans == [("a", [meta.key])]
+    assert_holds(store)
+
+
 def test_stats_add_up() -> None:
     """Each figure speaks of its own state, and bytes of all states together."""
     store = lru_store(100, 2)

@@ -13,8 +13,10 @@ from cachecraft_rag.chunks import ChunkKey, DocumentRef, RecordMeta
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store import HostChunkStore, Refusal
 from cachecraft_rag.store.policies import POLICIES
+from cachecraft_rag.store.quotas import Quotas
 
 BUDGET_BYTES = 20
+QUOTAS = Quotas({"a": 13})
 MAX_VARIANTS = 2
 
 tenants = st.sampled_from(["a", "a", "a", "b"])
@@ -72,6 +74,12 @@ class Model:
     def evictable(self) -> list[Held]:
         return [h for h in self.held if h.ready and h.indexed and not h.owners]
 
+    def excess(self, meta: RecordMeta, among: list[Held]) -> int:
+        """Bytes by which these records and `meta` together are over the tenant's quota."""
+        quota = QUOTAS.of(meta.tenant)
+        own = sum(h.meta.size_bytes for h in among if h.meta.tenant == meta.tenant)
+        return 0 if quota is None else own + meta.size_bytes - quota
+
     def found(self, tenant: str, key: ChunkKey) -> list[int]:
         ready = [h for h in self.siblings(tenant, key) if h.ready]
         order = self.committed.index
@@ -84,10 +92,11 @@ class Model:
         self.held.remove(held)
         self.held.append(held)
 
-    def stamp(self, tenant: str, document: DocumentRef | None) -> tuple[int, int]:
-        """What must not have changed between plan and insert: purges, and changes of the document."""
-        doc_id = document.doc_id if document else None
-        return self.changes.get((tenant, None), 0), self.changes.get((tenant, doc_id), 0)
+    def stamp(self, meta: RecordMeta) -> tuple[int, ...]:
+        """What must not have changed between plan and insert: purges, changes of the document, and drops of
+        the chunk."""
+        doc_id = meta.document.doc_id if meta.document else None
+        return tuple(self.changes.get((meta.tenant, name), 0) for name in (None, doc_id, f"key {meta.key}"))
 
     def bump(self, tenant: str, doc_id: str | None) -> None:
         self.changes[tenant, doc_id] = self.changes.get((tenant, doc_id), 0) + 1
@@ -96,22 +105,26 @@ class Model:
         current = self.current.get((tenant, document.doc_id))
         return current is None or document.version in (None, current)
 
-    def is_fresh(self, meta: RecordMeta, stamp: tuple[int, int]) -> bool:
-        if stamp != self.stamp(meta.tenant, meta.document):
+    def is_fresh(self, meta: RecordMeta, stamp: tuple[int, ...]) -> bool:
+        if stamp != self.stamp(meta):
             return False
         return meta.document is None or self.is_current(meta.tenant, meta.document)
 
-    def refusal(self, meta: RecordMeta, stamp: tuple[int, int]) -> Refusal | None:
+    def refusal(self, meta: RecordMeta, stamp: tuple[int, ...]) -> Refusal | None:
         if not self.is_fresh(meta, stamp):
             return Refusal.STALE_DOCUMENT
         if meta.size_bytes > BUDGET_BYTES:
             return Refusal.TOO_LARGE
+        if self.excess(meta, []) > 0:
+            return Refusal.OVER_QUOTA
         for other in self.siblings(meta.tenant, meta.key):
             same = other.meta.prefix_hash == meta.prefix_hash
             if same and (other.meta.prefix_is_exact or not meta.prefix_is_exact):
                 return Refusal.DUPLICATE
         if self.is_crowded(meta) and not self.victims(meta):
             return Refusal.VARIANT_LIMIT
+        if self.excess(meta, [h for h in self.held if h not in self.evictable()]) > 0:
+            return Refusal.OVER_QUOTA
         fixed = self.used_bytes() - sum(h.meta.size_bytes for h in self.evictable())
         return Refusal.NO_ROOM if fixed + meta.size_bytes > BUDGET_BYTES else None
 
@@ -137,6 +150,8 @@ class Model:
     def accept(self, meta: RecordMeta) -> None:
         if self.is_crowded(meta):
             self.drop(self.victims(meta)[0])
+        while self.excess(meta, self.held) > 0:
+            self.drop(next(h for h in self.evictable() if h.meta.tenant == meta.tenant))
         while self.used_bytes() + meta.size_bytes > BUDGET_BYTES:
             self.drop(self.evictable()[0])
         self.held.append(Held(meta))
@@ -174,9 +189,11 @@ class HostStoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = HostChunkStore(BUDGET_BYTES, MAX_VARIANTS, policy=POLICIES["lru"], has_admission=False)
+        self.store = HostChunkStore(
+            BUDGET_BYTES, MAX_VARIANTS, policy=POLICIES["lru"], has_admission=False, quotas=QUOTAS
+        )
         self.model = Model()
-        self.stamps: dict[int, tuple[int, int]] = {}
+        self.stamps: dict[int, tuple[int, ...]] = {}
         self.accepted: list[int] = []
         self.drained: list[int] = []
         self.generations: dict[tuple[str, str | None], int] = {}
@@ -189,10 +206,10 @@ class HostStoreMachine(RuleBasedStateMachine):
         doc_id = draft.document.doc_id if draft.document else None
         meta = dataclasses.replace(
             draft,
-            record_id=self.store.next_record_id(),
-            generation=self.store.generation(draft.tenant, doc_id),
+            record_id=self.store.next_record_id(draft.tenant),
+            generation=self.store.generation(draft.tenant, doc_id, draft.key),
         )
-        self.stamps[meta.record_id] = self.model.stamp(meta.tenant, meta.document)
+        self.stamps[meta.record_id] = self.model.stamp(meta)
         return meta
 
     @rule(target=plans, draft=drafts)
@@ -312,6 +329,14 @@ class HostStoreMachine(RuleBasedStateMachine):
         expected = model.set_references(tenant, model.references - gone)
         assert self.store.invalidate(tenant, doc_id, version) == expected
 
+    @rule(tenant=tenants, dropped=st.lists(keys, max_size=2))
+    def invalidate_chunks(self, tenant: str, dropped: list[ChunkKey]) -> None:
+        model = self.model
+        for key in set(dropped):
+            model.bump(tenant, f"key {key}")
+        gone = [h for key in sorted(set(dropped)) for h in model.siblings(tenant, key)]
+        assert self.store.invalidate_chunks(tenant, dropped) == sum([model.drop(held) for held in gone])
+
     @rule(tenant=tenants)
     def purge(self, tenant: str) -> None:
         model = self.model
@@ -331,6 +356,11 @@ class HostStoreMachine(RuleBasedStateMachine):
     @invariant()
     def books_are_sound(self) -> None:
         assert self.store.check() == []
+
+    @invariant()
+    def quotas_hold(self) -> None:
+        shares = self.store.stats().tenants
+        assert "a" not in shares or shares["a"].num_bytes <= QUOTAS.by_tenant["a"]
 
     @invariant()
     def the_same_records_are_found(self) -> None:

@@ -55,7 +55,7 @@ def planned(
         prefix_hash=prefix,
         prefix_is_exact=exact,
         document=document,
-        generation=store.generation(tenant, document.doc_id if document else None),
+        generation=store.generation(tenant, document.doc_id if document else None, key),
     )
 
 
@@ -95,8 +95,16 @@ def assert_sound(store: ChunkStore) -> None:
 
 def test_record_ids_are_never_repeated(any_store: ChunkStore) -> None:
     """Each id is new, as workers file payload under it."""
-    ids = [any_store.next_record_id() for _ in range(5)]
+    ids = [any_store.next_record_id(tenant) for tenant in ("a", "b", "a", "b", "")]
     assert len(set(ids)) == 5
+
+
+def test_record_ids_of_a_tenant_tell_nothing_of_others(any_store: ChunkStore) -> None:
+    """They go up by one, whoever else stores in between."""
+    first = any_store.next_record_id("a")
+    for _ in range(5):
+        any_store.next_record_id("b")
+    assert any_store.next_record_id("a") == first + 1
 
 
 def test_an_empty_store_finds_nothing_and_counts_the_miss(any_store: ChunkStore) -> None:
@@ -163,15 +171,17 @@ def test_generations_only_go_up(any_store: ChunkStore) -> None:
         lambda: any_store.replace("a", "doc", "v1", [KEY]),
         lambda: any_store.replace("a", "doc", "v1", [KEY]),
         lambda: any_store.invalidate("a", "doc", "v1"),
+        lambda: any_store.invalidate_chunks("a", [KEY]),
         lambda: any_store.invalidate("a", "doc"),
         lambda: any_store.purge("a"),
         lambda: any_store.replace("a", "doc", "v2", []),
+        lambda: any_store.invalidate_chunks("a", [KEY]),
         lambda: any_store.purge("a"),
     ]
-    seen = [any_store.generation("a", "doc")]
+    seen = [any_store.generation("a", "doc", KEY)]
     for change in changes:
         change()
-        seen.append(any_store.generation("a", "doc"))
+        seen.append(any_store.generation("a", "doc", KEY))
     assert seen == sorted(set(seen))
     assert any_store.generation("b", "doc") == 0
 
@@ -183,7 +193,7 @@ def test_changes_of_one_document_leave_the_generations_of_others(any_store: Chun
     assert [any_store.generation("a", doc_id) for doc_id in ("other", "unseen", None)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("change", ["replace", "invalidate", "invalidate version", "purge"])
+@pytest.mark.parametrize("change", ["replace", "invalidate", "invalidate version", "chunk", "purge"])
 def test_an_insert_planned_before_a_change_of_its_document_is_refused(
     any_store: ChunkStore, change: str
 ) -> None:
@@ -314,7 +324,7 @@ def test_a_pinned_record_survives_invalidation_until_the_last_unpin(store: Chunk
     assert_freed(store, meta)
 
 
-@pytest.mark.parametrize("change", ["replace", "invalidate", "invalidate version", "purge"])
+@pytest.mark.parametrize("change", ["replace", "invalidate", "invalidate version", "chunk", "purge"])
 def test_a_record_reserved_before_a_change_of_its_document_is_not_committed(
     store: ChunkStore, change: str
 ) -> None:
@@ -424,9 +434,59 @@ def test_a_refused_insert_can_be_stored_when_planned_again(store: ChunkStore) ->
     assert_found(store, meta)
 
 
+def test_a_chunk_goes_whatever_documents_name_it(store: ChunkStore) -> None:
+    """All its variants, in its tenant only; other chunks of its documents stay."""
+    stored(store, prefix="p1", document=V1)
+    stored(store, prefix="p2")
+    store.register("a", KEY, DocumentRef("other"))
+    neighbour, theirs = stored(store, OTHER_KEY, document=V1), stored(store, tenant="b", document=V1)
+    assert store.invalidate_chunks("a", [KEY]) == 2
+    assert_found(store)
+    assert_found(store, neighbour, key=OTHER_KEY)
+    assert_found(store, theirs, tenant="b")
+
+
+def test_an_invalidated_chunk_may_come_back_and_still_has_its_documents(store: ChunkStore) -> None:
+    """The next request that computes it stores it, and it goes with its last document."""
+    stored(store, document=V1)
+    store.invalidate_chunks("a", [KEY, KEY])
+    assert_found(store, stored(store))
+    assert store.invalidate("a", "doc") == 1
+
+
+def test_an_invalidated_chunk_is_read_on_by_those_who_pinned_it(store: ChunkStore) -> None:
+    """It leaves the index at once, and its payload at the last unpin."""
+    meta = stored(store)
+    store.pin(meta.record_id, "request")
+    assert store.invalidate_chunks("a", [KEY]) == 1
+    assert_found(store)
+    assert_freed(store)
+    store.unpin("request")
+    assert_freed(store, meta)
+
+
+def test_dropping_a_chunk_refuses_no_other_chunk_of_its_document(any_store: ChunkStore) -> None:
+    """What is planned of the rest of the document may still be stored."""
+    any_store.register("a", KEY, V1)
+    any_store.invalidate_chunks("a", [KEY])
+    assert any_store.generation("a", "doc", OTHER_KEY) == any_store.generation("a", "doc") == 0
+    assert any_store.generation("a", None, KEY) > 0
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_sound_books_have_nothing_to_repair(any_store: ChunkStore, repair: bool) -> None:
+    """`check` is silent, and repairing changes nothing."""
+    any_store.register("a", KEY, V1)
+    before = any_store.stats()
+    assert any_store.check(repair) == []
+    assert any_store.stats() == before
+
+
 def _change(store: ChunkStore, change: str) -> int:
     if change == "replace":
         return store.replace("a", "doc", "v2", [])
     if change == "purge":
         return store.purge("a")
+    if change == "chunk":
+        return store.invalidate_chunks("a", [KEY])
     return store.invalidate("a", "doc", "v1" if change == "invalidate version" else None)

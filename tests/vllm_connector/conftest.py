@@ -20,6 +20,7 @@ from cachecraft_rag.planner.live import Candidate, LiveMethod, LiveSelection
 from cachecraft_rag.planner.selection import positions_of
 from cachecraft_rag.store.cold import ColdStore
 from cachecraft_rag.store.host import HostChunkStore
+from cachecraft_rag.store.quotas import NO_QUOTAS, Quotas
 from cachecraft_rag.store.tiers import MemoryTier
 from cachecraft_rag.vllm_connector.cold_side import ColdSide, Orphans
 from cachecraft_rag.vllm_connector.compat import KVLayer
@@ -53,11 +54,12 @@ class Scheduler:
         cold: ColdStore | None = None,
         executor: Executor | None = None,
         num_tokens: int = NUM_TOKENS,
+        quotas: Quotas = NO_QUOTAS,
     ) -> None:
         orphans = Orphans()
         self.num_tokens = num_tokens
         self.num_blocks = -(-num_tokens // BLOCK)
-        self.store = HostChunkStore(1 << 20, 2, orphans.add)
+        self.store = HostChunkStore(1 << 20, 2, orphans.add, quotas=quotas)
         self.cold = cold and ColdSide(
             cold, self.store, 1, 1.0, orphans, lambda: 0.0, lambda _: executor or ThreadPoolExecutor(1)
         )
@@ -71,8 +73,8 @@ class Scheduler:
     def request(self, chunks: Sequence[ChunkRef], **options: Any) -> Any:
         self.num_requests += 1
         name = f"r{self.num_requests}"
-        options = {"strategy": "naive", **options}
-        spec = RequestSpec(name, TENANT, tuple(chunks), **options)
+        options = {"tenant": TENANT, "strategy": "naive", **options}
+        spec = RequestSpec(name, chunks=tuple(chunks), **options)
         return SimpleNamespace(
             request_id=f"vllm-{name}",
             kv_transfer_params=spec.to_params(),
@@ -120,9 +122,9 @@ class Scheduler:
         assert report is not None
         return ReuseReport.from_dict(report[PARAMS_KEY])
 
-    def store_chunk(self, chunk: ChunkRef) -> None:
+    def store_chunk(self, chunk: ChunkRef, **options: Any) -> None:
         """A whole request that computes and stores one chunk."""
-        request = self.request([chunk])
+        request = self.request([chunk], **options)
         self.fill(self.schedule(request))
         self.side.finish(request, [])
         self.orders()
@@ -174,6 +176,11 @@ def cold_scheduler(executor: Inline) -> Scheduler:
 @pytest.fixture
 def scheduler() -> Scheduler:
     return Scheduler()
+
+
+@pytest.fixture
+def make_scheduler() -> Callable[..., Scheduler]:
+    return Scheduler
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachecraft_rag.chunks import ChunkKey, DocumentRef, RecordMeta, Span
+from cachecraft_rag.chunks import SHARED_TENANT, ChunkKey, DocumentRef, RecordMeta, Span
 from cachecraft_rag.events import Reason, ReuseReport
 from cachecraft_rag.store.cold import ColdStore
 from cachecraft_rag.store.host import HostChunkStore
-from cachecraft_rag.store.tiers import MemoryTier
+from cachecraft_rag.store.journal import Action, Entry
+from cachecraft_rag.store.tiers import MemoryTier, TierError
 from cachecraft_rag.vllm_connector.cold_side import ColdSide, Orphans
 from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ChunkRef
 from cachecraft_rag.vllm_connector.steps import (
@@ -28,7 +29,7 @@ from cachecraft_rag.vllm_connector.steps import (
 
 MakeBench = Callable[..., "Bench"]
 
-KEY = ChunkKey("k1")
+KEY, OTHER_KEY = ChunkKey("k1"), ChunkKey("k2")
 META = RecordMeta(
     record_id=0,
     key=KEY,
@@ -433,6 +434,84 @@ def test_flush_waits_for_copies(make_bench: MakeBench) -> None:
     assert flush.result(timeout=0) is None
 
 
+def test_what_is_being_dropped_does_not_come_back(make_bench: MakeBench) -> None:
+    """A search between the change of the books and that of the tiers would find it, and read it for good."""
+    bench = make_bench()
+    bench.store_cold()
+    bench.side.seek("a", [KEY])
+    bench.executor.is_held = True
+    bench.host.invalidate("a", "doc")
+    bench.side.drop_orphaned()
+    assert bench.side.take_orders()[1] == ()
+    assert bench.side.seek("a", [KEY]) is None
+    bench.executor.release()
+    search = bench.side.seek("a", [KEY])
+    bench.executor.release()
+    assert search and not bench.side.is_pending(search)
+    assert bench.side.take_orders()[1] == ()
+
+
+@pytest.mark.parametrize(
+    ("drop", "others"),
+    [
+        (lambda side: side.drop("a", [KEY]), {("a", OTHER_KEY), ("b", KEY)}),
+        (lambda side: side.drop_tenant("a"), {("b", KEY)}),
+        (lambda side: side.drop_all(), set()),
+    ],
+    ids=["chunks", "tenant", "all"],
+)
+def test_only_what_is_dropped_is_not_sought(
+    make_bench: MakeBench, drop: Callable[[ColdSide], object], others: set[tuple[str, ChunkKey]]
+) -> None:
+    """And that only until it is dropped."""
+    bench = make_bench()
+    bench.executor.is_held = True
+    drop(bench.side)
+    everything = [("a", KEY), ("a", OTHER_KEY), ("b", KEY)]
+    assert {each for each in everything if bench.side.seek(each[0], [each[1]])} == others
+    bench.executor.release()
+    assert all(bench.side.seek(tenant, [key]) for tenant, key in everything)
+
+
+def test_chunk_that_was_invalidated_while_it_was_read_stays_out(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.store_cold()
+    bench.side.seek("a", [KEY])
+    record_id = bench.read_order()
+    bench.host.invalidate_chunks("a", [KEY])
+    bench.loaded(record_id)
+    assert not bench.host.holds("a", KEY)
+    assert bench.host.check() == []
+
+
+def test_chunk_that_was_invalidated_while_it_was_written_is_withdrawn(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    meta = bench.commit()
+    bench.host.invalidate_chunks("a", [KEY])
+    bench.write(meta)
+    assert list(bench.tier.names()) == []
+
+
+def test_invalidated_chunk_leaves_the_cold_tiers_and_may_be_stored_again(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.store_cold()
+    bench.host.invalidate_chunks("a", [KEY])
+    assert bench.side.drop_orphaned().result() == 1
+    bench.write(bench.commit(generation=bench.host.generation("a", "doc", KEY)))
+    assert len(bench.cold.find("a", KEY)) == 1
+
+
+def test_drops_that_failed_are_told_once(make_bench: MakeBench) -> None:
+    """Whoever waits for them learns it, whichever thread had ordered them."""
+    bench = make_bench()
+    bench.side.settled().result()
+    bench.cold.close()
+    bench.side.drop_tenant("a")
+    with pytest.raises(TierError):
+        bench.side.settled().result()
+    bench.side.settled().result()
+
+
 # --- the scheduler side with cold tiers -----------------------------------------------------------
 
 
@@ -498,6 +577,53 @@ def test_command_is_answered_when_the_cold_tiers_are_done(cold_scheduler: Any, e
     assert cold_scheduler.control("await", control_id="c") == {"result": 0}
     executor.is_held = False
     assert cold_scheduler.side.look_up(cold_scheduler.request([chunk()]), 0) == 0
+
+
+def test_invalidated_chunk_is_gone_from_every_tier(cold_scheduler: Any) -> None:
+    store_cold(cold_scheduler)
+    cold_scheduler.store_chunk(chunk(), full_reason=Reason.REUSE_OFF)
+    assert cold_scheduler.control("invalidate_chunks", keys=[KEY]) == {"result": 1}
+    assert cold_scheduler.cold._cold.find(TENANT, KEY) == []
+    assert cold_scheduler.side.look_up(cold_scheduler.request([chunk()]), 0) == 0
+
+
+def test_purge_by_another_process_is_finished_by_this_one(cold_scheduler: Any) -> None:
+    """Its author may have died before it came to the cold tiers; what the journal tells again at a start is
+    over and done with."""
+    store_cold(cold_scheduler)
+    entry = Entry(action=Action.PURGE, tenant=TENANT)
+    cold_scheduler.side._on_applied(entry, False)
+    assert len(cold_scheduler.cold._cold.find(TENANT, KEY)) == 1
+    cold_scheduler.side._on_applied(entry, True)
+    assert cold_scheduler.cold._cold.find(TENANT, KEY) == []
+
+
+def test_shared_chunk_is_read_from_the_cold_tiers_by_any_tenant(cold_scheduler: Any) -> None:
+    """It lies there under the shared tenant."""
+    shared = replace(chunk(), is_shared=True)
+    cold_scheduler.store_chunk(shared, tenant=SHARED_TENANT)
+    (meta,) = cold_scheduler.store.variants(SHARED_TENANT, KEY)
+    kv = np.zeros((1, 2, meta.num_tokens, 1, 4), np.float32)
+    part = WrittenPart(*cold_scheduler.cold._cold.put_part(meta, 0, kv, None))
+    cold_scheduler.side.take_facts(StepFacts(cold={0: ColdFacts(written={meta.record_id: part})}))
+    cold_scheduler.store.discard(meta.record_id)
+    private = replace(chunk(start=20), key=ChunkKey("private"))
+    assert cold_scheduler.side.look_up(cold_scheduler.request([shared, private]), 0) is None
+    (order,) = cold_scheduler.orders().cold_reads
+    assert order.variant.meta.tenant == SHARED_TENANT
+
+
+def test_check_repairs_the_books_of_all_tiers(cold_scheduler: Any) -> None:
+    """And says what was wrong, what was done, and of the cold tiers how much."""
+    store_cold(cold_scheduler)
+    cold_scheduler.store_chunk(chunk(), full_reason=Reason.REUSE_OFF)
+    cold_scheduler.store._books.used_bytes = 7
+    cold_scheduler.cold._cold._tiers["disk"]._used_bytes = 7
+    assert len(cold_scheduler.control("check")["result"]) == 2
+    told = cold_scheduler.control("check", repair=True)["result"]
+    assert told[-1] == "repaired: 1 of 1 faults of the cold tiers"
+    assert sum(sentence.startswith("repaired: ") for sentence in told) == 2
+    assert cold_scheduler.control("check")["result"] == []
 
 
 def test_command_that_a_tier_missed_fails(cold_scheduler: Any) -> None:

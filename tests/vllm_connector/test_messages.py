@@ -21,7 +21,14 @@ spans = st.builds(
 separators = st.lists(st.integers(0, 99), max_size=3).map(tuple)
 refusals = st.none() | st.sampled_from(Reason)
 chunk_refs = st.builds(
-    ChunkRef, spans, st.text(max_size=8).map(ChunkKey), st.text(max_size=8), documents, separators, refusals
+    ChunkRef,
+    spans,
+    st.text(max_size=8).map(ChunkKey),
+    st.text(max_size=8),
+    documents,
+    separators,
+    refusals,
+    st.booleans(),
 )
 specs = st.builds(
     RequestSpec,

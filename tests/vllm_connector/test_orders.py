@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,8 +109,16 @@ def test_local_hit_shortens_loads_and_runs() -> None:
 
 
 def test_job_names_the_text_before_the_first_chunk() -> None:
-    """By its hash, under which its keys were captured from an earlier prompt."""
-    assert job_of(make_state(20, LiveMethod.QUESTION)).lead == "lead:behind-0"
+    """By its tenant and hash, under which its keys were captured from an earlier prompt."""
+    assert job_of(make_state(20, LiveMethod.QUESTION)).lead == "lead:t:behind-0"
+
+
+def test_tenants_share_no_text_before_a_shared_chunk() -> None:
+    """The hash of what stands before it is the same for all of them; the keys of that text are not shared."""
+    state = make_state(20, LiveMethod.QUESTION)
+    assert state.spec is not None
+    other = replace(state, spec=replace(state.spec, tenant="other"))
+    assert job_of(state).lead != job_of(other).lead
 
 
 def test_promise_without_a_plan_is_an_internal_error() -> None:

@@ -22,7 +22,7 @@ from cachecraft_rag.engine.calibration import (
 )
 from cachecraft_rag.engine.calibration_files import AnswerFile, save_calibration
 from cachecraft_rag.engine.calls import Call
-from cachecraft_rag.engine.lifecycle import EngineLifecycle
+from cachecraft_rag.engine.documents import EngineDocuments
 from cachecraft_rag.engine.options import (
     CallOptions,
     check_chunks,
@@ -33,8 +33,8 @@ from cachecraft_rag.engine.options import (
 from cachecraft_rag.engine.router import FullCompute
 from cachecraft_rag.engine.running import RunningEngine
 from cachecraft_rag.engine.self_test import SelfTestResult, load_result, run_self_test, save_result
-from cachecraft_rag.engine.warm import check_count, first_that_fits, run_calls, warm_calls
-from cachecraft_rag.errors import CacheCraftError, EngineError
+from cachecraft_rag.engine.warm import by_owner, check_count, first_that_fits, run_calls, warm_calls
+from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.events import Reason
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class CacheCraftEngine(EngineLifecycle):
+class CacheCraftEngine(EngineDocuments):
     """vLLM embedded in this program, reusing the KV of retrieved chunks wherever they stand.
 
     Making one is cheap and checks its arguments; vLLM starts with `start()` or the first call. All
@@ -123,11 +123,13 @@ class CacheCraftEngine(EngineLifecycle):
     def prefetch(self, chunks: Sequence[Chunk], *, tenant: str | None = None) -> None:
         """Say which chunks are coming: later prompts are searched for their text, and what disk or Redis
         hold of them is read ahead. Computes nothing and waits for nothing."""
-        tenant, coming = self._tenant(tenant), check_chunks(chunks)
-        self._known.add(tenant, coming)
-        if self._running is not None and self._running.is_attached:
-            keys = self._running.chunk_keys(tenant, coming)
-            self._live.loop.run(self._running.send("prefetch", tenant=tenant, keys=keys))
+        tenant = self._tenant(tenant)
+        coming = by_owner(tenant, check_chunks(chunks))
+        for owner, group in coming.items():
+            self._known.add(tenant, group)
+            if self._running is not None and self._running.is_attached:
+                keys = self._running.chunk_keys(tenant, group)
+                self._live.loop.run(self._running.send("prefetch", tenant=owner, keys=keys))
 
     def warm(
         self,
@@ -140,6 +142,10 @@ class CacheCraftEngine(EngineLifecycle):
         show_progress: bool = False,
     ) -> int:
         """Compute and store chunks ahead of the first question, each behind the system prompt.
+
+        Shared chunks (`Chunk.is_shared`, or all of them with `tenant=SHARED_TENANT`) are stored once, for
+        every tenant to read, behind nothing but other shared chunks and the system prompt: so give one
+        that is no secret.
 
         Args:
             neighbours: also put each chunk behind so many of its nearest neighbours among `chunks`
@@ -161,69 +167,31 @@ class CacheCraftEngine(EngineLifecycle):
         check_tenant(tenant)
         chosen, num_neighbours = check_chunks(chunks), check_count(neighbours)
         running = self._started()
-        calls = warm_calls(
-            chosen,
-            system=system,
-            tenant=tenant,
-            has_chat_template=running.has_chat_template,
-            num_neighbours=num_neighbours,
-            encoder=encoder,
-        )
+        calls = [
+            call
+            for owner, group in by_owner(tenant, chosen).items()
+            for call in warm_calls(
+                group,
+                system=system,
+                tenant=owner,
+                has_chat_template=running.has_chat_template,
+                num_neighbours=num_neighbours,
+                encoder=encoder,
+            )
+        ]
         prepared = [first_that_fits(running.prepare, each) for each in calls]
         with tqdm(total=len(prepared), desc="Warming chunks", disable=not show_progress) as progress:
             return self._live.loop.run(run_calls(prepared, running.answer, progress.update))
 
-    def replace(
-        self, doc_id: str, version: str | None, chunks: Sequence[Chunk], *, tenant: str | None = None
-    ) -> int:
-        """Make `chunks` the current content of a document. Once it returns, no new request uses KV of
-        the document's earlier chunks.
-
-        Returns:
-            The number of stored records that were dropped.
-        """
-        current, running = check_chunks(chunks), self._started()
-        named = [Chunk(chunk.text, doc_id, version) for chunk in current]
-        tenant = self._tenant(tenant)
-        keys = running.chunk_keys(tenant, named)
-        self._known.forget(tenant, doc_id)
-        dropped = self._drop("replace", doc_id=doc_id, version=version, tenant=tenant, keys=keys)
-        self._known.add(tenant, named)
-        return dropped
-
-    def invalidate(self, doc_id: str, version: str | None = None, *, tenant: str | None = None) -> int:
-        """Drop a document, or one version of it. Once it returns, no new request uses its KV.
-
-        Returns:
-            The number of stored records that were dropped.
-        """
-        tenant = self._tenant(tenant)
-        self._known.forget(tenant, doc_id)
-        return self._drop("invalidate", doc_id=doc_id, version=version, tenant=tenant)
-
-    def purge(self, tenant: str | None = None) -> int:
-        """Drop everything of one tenant; returns the number of stored records that were dropped."""
-        tenant = self._tenant(tenant)
-        self._known.forget_tenant(tenant)
-        if self._running is not None:
-            self._running.segment_tokenizer.forget_chunks()
-        return self._drop("purge", tenant=tenant)
-
-    def flush(self) -> None:
-        """Write what was cached so far to disk and Redis, as far as they are configured; what it returns
-        after survives a crash.
-
-        Raises:
-            EngineError: a tier failed.
-        """
-        self._control("flush")
-
     def stats(self) -> dict[str, Any]:
-        """The store's figures; under "engine" what this engine counted, under "feedback" what its samples
-        showed and led to, under "calibration" what its budget was calibrated to, None if it was not."""
+        """The store's figures, of all tenants: they are for the operator; under "engine" what this engine
+        counted, under "feedback" what its samples showed and led to, under "calibration" what its budget
+        was calibrated to, None if it was not, and under "audit" what became of the audit log."""
         figures: dict[str, Any] = {**(self._control("stats") or {})}
         counters = dict(self._running.counters) if self._running else {}
         figures["engine"] = {**counters, "num_known_chunks": len(self._known)}
+        if (audit := self._audit_log.stats()) is not None:
+            figures["audit"] = audit
         if self._running is not None:
             figures["feedback"] = self._running.feedback.stats()
             found = self._running.calibration
@@ -281,10 +249,6 @@ class CacheCraftEngine(EngineLifecycle):
         if self._running is not None:
             self._live.loop.run(self._running.feedback.drain())
 
-    def check(self) -> list[str]:
-        """Problems found in the store's books; empty if they add up."""
-        return list(self._control("check") or ())
-
     def self_test(self) -> SelfTestResult:
         """Measure reuse against full compute on this model; switches reuse off if it fails."""
         running = self._started()
@@ -295,12 +259,6 @@ class CacheCraftEngine(EngineLifecycle):
         save_result(running.self_test_key, result)
         _apply(result, running)
         return result
-
-    def _end(self) -> None:
-        try:
-            self.flush()
-        except EngineError as error:
-            logger.warning("closed before all was written: %s", error)
 
     def _test_once(self, running: RunningEngine) -> None:
         if not self._config.self_test or self._config.host_store_bytes == 0 or running.off is not None:
@@ -313,13 +271,6 @@ class CacheCraftEngine(EngineLifecycle):
             self.self_test()
         except CacheCraftError as error:
             _apply(SelfTestResult(False, detail=f"it did not finish: {error}"), running)
-
-    def _drop(self, action: str, *, tenant: str, **arguments: Any) -> int:
-        """Drop records of `tenant`, then its part of vLLM's prefix cache; the number of records."""
-        dropped = self._control(action, tenant=tenant, **arguments)
-        if self._running is not None:
-            self._running.forget_prefixes(tenant)
-        return int(dropped or 0)
 
     def _answer(self, call: Call) -> Completion:
         running = self._started()

@@ -194,7 +194,8 @@ class Feedback:
         self.breaker.add(verdict.quality)
         if self.ward.add(verdict.keys, verdict.blamed) and verdict.blamed is not None:
             # A task of its own: traffic that interrupts the work must not keep the records in use.
-            drop = asyncio.create_task(self._drop(sample.prepared.spec.tenant, verdict.blamed))
+            owner = _owner_of(sample.prepared.spec, verdict.blamed)
+            drop = asyncio.create_task(self._drop(owner, verdict.blamed))
             self._drops.add(drop)
             drop.add_done_callback(self._end_drop)
 
@@ -227,6 +228,11 @@ class Feedback:
             "num_releases": self.ward.num_releases,
             "work_s": self._work_s,
         }
+
+
+def _owner_of(spec: RequestSpec, key: ChunkKey) -> str:
+    """The tenant that a chunk of the request is stored for."""
+    return next((spec.tenant_of(ref) for ref in spec.chunks if ref.key == key), spec.tenant)
 
 
 def _scaled(spec: RequestSpec, scale: float) -> RequestSpec:

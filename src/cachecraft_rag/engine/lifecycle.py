@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from cachecraft_rag.config import CacheCraftConfig
+from cachecraft_rag.engine.audit_log import AuditLog
 from cachecraft_rag.engine.loop import EngineLoop
 from cachecraft_rag.engine.options import check_tenant
 from cachecraft_rag.engine.start import EngineSettings, start_engine
@@ -54,6 +55,7 @@ class EngineLifecycle:
             str(model) if model else "", self._config, vllm_engine_args, in_process
         )
         self._known = KnownChunks(self._config.max_known_chunks)
+        self._audit_log = AuditLog(self._config.audit_log)
         self._live = _Live()
         # Re-entrant: the self-test makes ordinary calls while `start` holds it.
         self._start_lock = threading.RLock()
@@ -101,6 +103,7 @@ class EngineLifecycle:
         self._is_closed = True
         with self._start_lock:
             self._shut_down()
+        self._audit_log.close()
 
     def __enter__(self) -> Self:
         return self
@@ -126,6 +129,7 @@ class EngineLifecycle:
 
     def _start(self) -> RunningEngine:
         running = self._live.running = start_engine(self._settings, self._live.loop, self._known)
+        running.audit_log = self._audit_log
         # `weakref.finalize` alone would come after `multiprocessing`, which waits for vLLM to end. What
         # is registered last runs first, and by now vLLM has imported `multiprocessing`.
         atexit.register(self._shut_down)

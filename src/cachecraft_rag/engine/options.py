@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cachecraft_rag.chunks import Chunk
+from cachecraft_rag.chunks import SHARED_TENANT, Chunk
 from cachecraft_rag.config import REUSE_MODES, check_ratio
 from cachecraft_rag.engine.api import Message, SamplingOptions
 from cachecraft_rag.errors import InvalidRequestError
@@ -56,11 +56,17 @@ class CallOptions:
 
     @classmethod
     def from_kwargs(cls, options: Mapping[str, Any]) -> CallOptions:
-        """Split keyword arguments into reuse options and sampling options.
+        """Split a call's keyword arguments into reuse options and sampling options.
 
         Raises:
-            InvalidRequestError: an unknown name, or a value that breaks its rule.
+            InvalidRequestError: an unknown name, or a value that breaks its rule; or the tenant is the
+                shared one, into which a question would carry what only its author may see.
         """
+        if options.get("tenant") == SHARED_TENANT:
+            raise InvalidRequestError(
+                f"tenant is {SHARED_TENANT!r}, which answers nothing: fill it with warm(), and mark "
+                "chunks with is_shared=True to read it from any tenant"
+            )
         ours = {name: value for name, value in options.items() if name in _OWN_NAMES}
         sampling = {name: value for name, value in options.items() if name not in _OWN_NAMES}
         return cls(**ours, sampling=SamplingOptions.from_kwargs(sampling))

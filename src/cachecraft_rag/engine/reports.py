@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cachecraft_rag.chunks import Chunk, ChunkKey, PromptLayout, Segment, chunk_key
+from cachecraft_rag.chunks import Chunk, ChunkKey, PromptLayout, Segment
 from cachecraft_rag.events import ChunkDecision, ChunkReport, Reason, RequestDecision, ReuseReport
 
 
@@ -28,20 +28,12 @@ def complete_report(report: ReuseReport, *, ttft_s: float, absent: Sequence[Chun
 
 
 def absent_chunks(
-    passed: Sequence[Chunk], layout: PromptLayout, namespace: str, encode: Callable[[str], Sequence[int]]
+    passed: Sequence[Chunk], layout: PromptLayout, key_of: Callable[[Chunk], ChunkKey]
 ) -> tuple[ChunkReport, ...]:
-    """Reports of the `passed` chunks whose text does not stand in the prompt as a chunk.
-
-    Args:
-        encode: chunk text → token ids.
-    """
+    """Reports of the `passed` chunks whose text does not stand in the prompt as a chunk."""
     found = {segment.text for segment in layout.chunks}
     texts = {chunk.text.strip(): chunk for chunk in passed}
-    return tuple(
-        absent_chunk(chunk, chunk_key(namespace, encode(text)))
-        for text, chunk in texts.items()
-        if text not in found
-    )
+    return tuple(absent_chunk(chunk, key_of(chunk)) for text, chunk in texts.items() if text not in found)
 
 
 def _computed(segment: Segment, reason: Reason) -> ChunkReport:

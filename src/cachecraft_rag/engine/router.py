@@ -160,4 +160,6 @@ def _chunk_ref(segment: Segment, separator: tuple[int, ...]) -> ChunkRef:
     assert segment.chunk is not None and segment.key is not None  # what a CHUNK segment holds
     chunk = segment.chunk
     document = None if chunk.doc_id is None else DocumentRef(chunk.doc_id, chunk.version)
-    return ChunkRef(segment.span, segment.key, segment.prefix_hash, document, separator)
+    return ChunkRef(
+        segment.span, segment.key, segment.prefix_hash, document, separator, is_shared=chunk.is_shared
+    )

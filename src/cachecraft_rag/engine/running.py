@@ -13,9 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cachecraft_rag.chunks import Chunk, ChunkKey, PromptLayout, chunk_key
+from cachecraft_rag.chunks import SHARED_TENANT, Chunk, ChunkKey, PromptLayout, chunk_key
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine.api import Completion, CompletionDelta, Message, SamplingOptions
+from cachecraft_rag.engine.audit_log import AuditLog
 from cachecraft_rag.engine.backend import Backend, BackendRequest
 from cachecraft_rag.engine.calibration import Calibration
 from cachecraft_rag.engine.calibration_files import load_calibration
@@ -53,6 +54,7 @@ class RunningEngine:
         off: why nothing is reused by any request, None if reuse works.
         is_attached: whether our connector is inside vLLM.
         feedback: samples of its own answers, and what they led to.
+        audit_log: told of every answer; the engine's own, whose life is longer.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class RunningEngine:
         self._known = known
         self._tokenizer = backend.tokenizer
         self.segment_tokenizer = SegmentTokenizer(self._tokenizer)
+        self.audit_log = AuditLog(None)
         self._calibration = load_calibration(namespace)
         self.feedback = Feedback(config, self._answer_once, self.control, self.forget_prefixes)
 
@@ -109,13 +112,21 @@ class RunningEngine:
 
     def chunk_keys(self, tenant: str, chunks: Sequence[Chunk]) -> list[ChunkKey]:
         """Keys of the chunks as they would stand in a prompt; blank ones have none."""
-        namespace, encode = self.tenant_namespace(tenant), self.segment_tokenizer.encode_chunk
-        return [chunk_key(namespace, encode(text)) for chunk in chunks if (text := chunk.text.strip())]
+        return [self._key_of(tenant, chunk) for chunk in chunks if chunk.text.strip()]
+
+    def _key_of(self, tenant: str, chunk: Chunk, *, remember: bool = True) -> ChunkKey:
+        token_ids = self.segment_tokenizer.encode_chunk(chunk.text.strip(), remember=remember)
+        return chunk_key(self.tenant_namespace(SHARED_TENANT if chunk.is_shared else tenant), token_ids)
 
     def forget_prefixes(self, tenant: str) -> None:
         """Make what vLLM's own prefix cache holds of `tenant` unreachable: it cannot be searched for
-        one document, so the price is one full prefill of each later prompt's head."""
+        one document, so the price is one full prefill of each later prompt's head. Of the shared
+        tenant's text every tenant's part may hold some."""
         self._epochs[tenant] += 1
+
+    def _cache_part(self, tenant: str) -> str:
+        """Name of the part of vLLM's prefix cache that the tenant's requests share now."""
+        return f"{self._epochs[SHARED_TENANT]}.{self._epochs[tenant]}"
 
     def prepare(self, call: Call) -> Prepared:
         """Render, find the chunks, tokenise and route.
@@ -130,9 +141,14 @@ class RunningEngine:
         if options.store:
             self._known.add(tenant, call.chunks)
         matches = self._known.find(tenant, prompt, call.chunks)
-        namespace = self.tenant_namespace(tenant)
-        encode_chunk = partial(self.segment_tokenizer.encode_chunk, remember=options.store)
-        layout = build_layout(prompt.text, matches, self.segment_tokenizer, namespace, remember=options.store)
+        layout = build_layout(
+            prompt.text,
+            matches,
+            self.segment_tokenizer,
+            self.tenant_namespace(tenant),
+            shared_namespace=self.tenant_namespace(SHARED_TENANT),
+            remember=options.store,
+        )
         sampling = self._fit(layout.num_tokens, options.sampling)
         full = self.off or route(call, layout, sampling.max_tokens, self._config)
         spec = make_spec(_new_id(), tenant, layout, options, self._config, full)
@@ -142,7 +158,7 @@ class RunningEngine:
             layout=layout,
             spec=spec,
             request=self._request(spec, layout, sampling, options),
-            absent=absent_chunks(call.chunks, layout, namespace, encode_chunk),
+            absent=absent_chunks(call.chunks, layout, partial(self._key_of, tenant, remember=options.store)),
         )
 
     async def answer(self, prepared: Prepared) -> Completion:
@@ -157,19 +173,26 @@ class RunningEngine:
                 completion = await self._answer_once(prepared)
             except GenerationError as fault:
                 completion = await self._answer_once(self._again(prepared, fault))
-            return self._note(prepared, completion)
+            return await self._note(prepared, completion)
 
     async def stream(self, prepared: Prepared) -> AsyncGenerator[CompletionDelta, None]:
         """The answer in pieces; the last one carries the whole `Completion`.
 
         A request that fails with reuse on is only sent again as long as no piece was handed out.
         """
+        is_begun = is_noted = False
         with self.feedback.traffic():
-            async with aclosing(self._stream(prepared)) as deltas:
-                async for delta in deltas:
-                    if delta.completion is not None:
-                        self._note(prepared, delta.completion)
-                    yield delta
+            try:
+                async with aclosing(self._stream(prepared)) as deltas:
+                    async for delta in deltas:
+                        if delta.completion is not None:
+                            is_noted = True
+                            await self._note(prepared, delta.completion)
+                        is_begun = True
+                        yield delta
+            finally:
+                if is_begun and not is_noted:
+                    self.audit_log.interrupted(prepared.spec)
 
     async def send(self, action: str, **arguments: Any) -> None:
         """Send a command to the scheduler side whose result nobody waits for."""
@@ -214,7 +237,7 @@ class RunningEngine:
         # A salt of its own keeps the request apart from vLLM's prefix cache, both ways. vLLM's
         # `skip_reading_prefix_cache` would still leave its blocks there for others.
         is_shared = options.store and options.read_prefix_cache
-        part = str(self._epochs[spec.tenant]) if is_shared else spec.request_id
+        part = self._cache_part(spec.tenant) if is_shared else spec.request_id
         return BackendRequest(
             request_id=spec.request_id,
             token_ids=layout.token_ids,
@@ -311,9 +334,10 @@ class RunningEngine:
             logger.warning("the report of request %s was lost: %r", spec.request_id, error)
         return full_report(spec.request_id, layout, Reason.REPORT_LOST)
 
-    def _note(self, prepared: Prepared, completion: Completion) -> Completion:
+    async def _note(self, prepared: Prepared, completion: Completion) -> Completion:
         self._count(completion.report)
         self.feedback.offer(prepared, completion)
+        await self.audit_log.answered(prepared.spec.tenant, completion.report)
         return completion
 
     def _count(self, report: ReuseReport) -> None:

@@ -67,7 +67,7 @@ class Shadow:
         distinct = {ref.key: ref for ref in spec.chunks if ref.refusal is None}
         for ref in distinct.values():
             await self._copy(sample, tenant, ref)
-        refs = tuple(replace(ref, document=None) for ref in spec.chunks)
+        refs = tuple(replace(ref, document=None, is_shared=False) for ref in spec.chunks)
         done = await self._run(sample, "fresh", replace(spec, tenant=tenant, chunks=refs), max_tokens=1)
         await self.drop(tenant, list(distinct))
         return completion_kl(await self.full(sample), done)

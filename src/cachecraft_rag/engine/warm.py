@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.chunks import Chunk
+from cachecraft_rag.chunks import SHARED_TENANT, Chunk
 from cachecraft_rag.engine.api import Completion, SamplingOptions
 from cachecraft_rag.engine.calls import Call, Prepared
 from cachecraft_rag.engine.options import CallOptions
@@ -22,6 +22,16 @@ NUM_NEIGHBOURS = 4
 """Nearest neighbours before a chunk in `warm(neighbours=True)`."""
 _MAX_AT_ONCE = 32
 _SEPARATOR = "\n\n"
+
+
+def by_owner(tenant: str | None, chunks: Iterable[Chunk]) -> dict[str | None, list[Chunk]]:
+    """The chunks by the tenant for which they are stored: shared ones for the shared tenant."""
+    owners: dict[str | None, list[Chunk]] = {}
+    for chunk in chunks:
+        is_shared = chunk.is_shared or tenant == SHARED_TENANT
+        owner = SHARED_TENANT if is_shared else tenant
+        owners.setdefault(owner, []).append(replace(chunk, is_shared=is_shared))
+    return owners
 
 
 def warm_calls(

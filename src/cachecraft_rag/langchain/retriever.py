@@ -33,6 +33,7 @@ class CacheCraftRetriever(BaseRetriever):
         k: number of documents to ask the base retriever for; None leaves it to that. Arguments of
             a call go to the base retriever too: `retriever.invoke(query, k=8)`.
         tenant: whose documents these are; needed only where it is not the chat model's.
+        is_shared: all of them are public: KV that `engine.warm` stored for everybody is used.
 
     Raises:
         ConfigurationError: both or neither of `llm` and `engine` are given.
@@ -47,6 +48,7 @@ class CacheCraftRetriever(BaseRetriever):
     engine: Annotated[ChatEngine | None, SkipValidation] = Field(default=None, exclude=True, repr=False)
     k: int | None = Field(default=None, ge=1)
     tenant: str | None = None
+    is_shared: bool = False
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -91,7 +93,7 @@ class CacheCraftRetriever(BaseRetriever):
         """A retriever over these documents with the embedded default embedding model and FAISS.
 
         Args:
-            settings: arguments of the class: `llm` or `engine`, `tenant`.
+            settings: arguments of the class: `llm` or `engine`, `tenant`, `is_shared`.
             encoder: embeds texts; None takes the embedded default model.
 
         Raises:
@@ -123,18 +125,18 @@ class CacheCraftRetriever(BaseRetriever):
         if self.llm is not None:
             engine, tenant = self.llm.chat_engine, tenant or self.llm.tenant
         assert engine is not None  # checked by __init__
-        engine.prefetch(list(_chunks(documents)), tenant=tenant)
+        engine.prefetch(list(_chunks(documents, self.is_shared)), tenant=tenant)
         return documents
 
 
-def _chunks(documents: Iterable[Document]) -> Iterable[Chunk]:
+def _chunks(documents: Iterable[Document], is_shared: bool) -> Iterable[Chunk]:
     """One chunk per document that holds text; splitters and loaders do return empty ones."""
     for document in documents:
         text = document.page_content.strip()
         if text:
             doc_id = document.metadata.get("source") or document.id
             version = document.metadata.get("version")
-            yield Chunk(text, _text(doc_id), None if doc_id is None else _text(version))
+            yield Chunk(text, _text(doc_id), None if doc_id is None else _text(version), is_shared)
 
 
 def _text(value: Any) -> str | None:

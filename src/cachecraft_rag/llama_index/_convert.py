@@ -90,21 +90,21 @@ def _account(completion: Completion | None, model: str) -> dict[str, Any]:
     return {"raw": raw, "additional_kwargs": {REPORT_KEY: completion.report.to_dict()}}
 
 
-def to_chunks(nodes: Iterable[NodeWithScore]) -> list[Chunk]:
+def to_chunks(nodes: Iterable[NodeWithScore], *, is_shared: bool = False) -> list[Chunk]:
     """The texts of nodes as response synthesizers show them to the model; nodes without any are
     left out.
 
     `doc_id` is the id of the source document, else of the node. `version` is the hash LlamaIndex
     keeps of the same, so it changes with the document's text or metadata.
     """
-    chunks = (_to_chunk(scored.node) for scored in nodes)
+    chunks = (_to_chunk(scored.node, is_shared) for scored in nodes)
     return [chunk for chunk in chunks if chunk is not None]
 
 
-def _to_chunk(node: BaseNode) -> Chunk | None:
+def _to_chunk(node: BaseNode, is_shared: bool) -> Chunk | None:
     text = node.get_content(metadata_mode=MetadataMode.LLM).strip()
     if not text:
         return None
     source = node.source_node
     version = source.hash if source is not None and source.hash else node.hash
-    return Chunk(text, doc_id=node.ref_doc_id or node.node_id, version=version or None)
+    return Chunk(text, node.ref_doc_id or node.node_id, version or None, is_shared)

@@ -39,6 +39,7 @@ class CacheCraftRetriever(BaseRetriever):
         llm: the model that will answer; its engine and its tenant are used.
         engine: an engine in place of `llm`.
         tenant: whose chunks these are; None takes the model's, else the engine's default.
+        is_shared: all of them are public: KV that `engine.warm` stored for everybody is used.
 
     Raises:
         ConfigurationError: not exactly one of `llm` and `engine` is given.
@@ -56,6 +57,7 @@ class CacheCraftRetriever(BaseRetriever):
         llm: CacheCraftLLM | None = None,
         engine: ChatEngine | None = None,
         tenant: str | None = None,
+        is_shared: bool = False,
     ) -> None:
         if (llm is None) == (engine is None):
             raise ConfigurationError(
@@ -65,6 +67,7 @@ class CacheCraftRetriever(BaseRetriever):
         self._llm = llm
         self._engine = engine
         self._tenant = tenant
+        self._is_shared = is_shared
         super().__init__(callback_manager=getattr(base_retriever, "callback_manager", None))
 
     @classmethod
@@ -75,12 +78,13 @@ class CacheCraftRetriever(BaseRetriever):
         llm: CacheCraftLLM | None = None,
         engine: ChatEngine | None = None,
         tenant: str | None = None,
+        is_shared: bool = False,
         similarity_top_k: int = DEFAULT_TOP_K,
         **retriever_options: Any,
     ) -> CacheCraftRetriever:
         """Wrap `index.as_retriever(similarity_top_k=..., **retriever_options)`."""
         base = index.as_retriever(similarity_top_k=similarity_top_k, **retriever_options)
-        return cls(base, llm=llm, engine=engine, tenant=tenant)
+        return cls(base, llm=llm, engine=engine, tenant=tenant, is_shared=is_shared)
 
     @classmethod
     def from_documents(
@@ -90,6 +94,7 @@ class CacheCraftRetriever(BaseRetriever):
         llm: CacheCraftLLM | None = None,
         engine: ChatEngine | None = None,
         tenant: str | None = None,
+        is_shared: bool = False,
         similarity_top_k: int = DEFAULT_TOP_K,
         embed_model: BaseEmbedding | None = None,
         chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -103,7 +108,7 @@ class CacheCraftRetriever(BaseRetriever):
         splitter = SentenceSplitter(chunk_size=chunk_size, chunk_overlap=chunk_overlap)
         nodes = splitter.get_nodes_from_documents(documents)
         base = DenseRetriever(nodes, embed_model=embed_model, similarity_top_k=similarity_top_k)
-        return cls(base, llm=llm, engine=engine, tenant=tenant)
+        return cls(base, llm=llm, engine=engine, tenant=tenant, is_shared=is_shared)
 
     @property
     def base_retriever(self) -> BaseRetriever:
@@ -116,7 +121,7 @@ class CacheCraftRetriever(BaseRetriever):
         return self._remembered(await self._base.aretrieve(query_bundle))
 
     def _remembered(self, nodes: list[NodeWithScore]) -> list[NodeWithScore]:
-        chunks = to_chunks(nodes)
+        chunks = to_chunks(nodes, is_shared=self._is_shared)
         if chunks:
             engine, tenant = self._target()
             engine.prefetch(chunks, tenant=tenant)

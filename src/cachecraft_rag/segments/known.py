@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from cachecraft_rag.chunks import Chunk
+from cachecraft_rag.chunks import SHARED_TENANT, Chunk
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.segments.matcher import ChunkMatcher, Match, find_matches
 from cachecraft_rag.segments.prompt import PromptText
@@ -15,7 +15,8 @@ _DocId = str | None
 
 
 class KnownChunks:
-    """The chunks used last, each visible to its own tenant only. Thread-safe.
+    """The chunks used last, each visible to its own tenant only, but for those of `SHARED_TENANT`.
+    Thread-safe.
 
     A text that stands in several documents is remembered once for each of them; the document added
     last gives its name to the match, and the one before it takes over when that one is forgotten.
@@ -47,25 +48,26 @@ class KnownChunks:
                     self._add_one(tenant, chunk)
 
     def find(self, tenant: str, prompt: PromptText, extra: Sequence[Chunk] = ()) -> list[Match]:
-        """Where chunks of `tenant`, and the chunks `extra` of this call, stand in `prompt`.
+        """Where chunks of `tenant`, shared ones, and the chunks `extra` of this call stand in `prompt`.
 
         Only inside its content spans; no match crosses the edge of one.
-        Of two chunks with the same text the one in `extra` wins. `extra` is not remembered; what
-        matched counts as used now.
+        Of chunks with the same text the one in `extra` wins, then the tenant's own: what a tenant has as
+        its own is never taken for the public document of the same text. `extra` is not remembered;
+        what matched counts as used now.
         """
         given = ChunkMatcher(extra)
         with self._lock:
-            known = self._tenants.get(tenant)
-            matchers = (given, known.matcher) if known else (given,)
+            owners = dict.fromkeys((tenant, SHARED_TENANT))
+            matchers = [given, *(self._tenants[each].matcher for each in owners if each in self._tenants)]
             matches = [
                 match.shift(start)
                 for start, end in prompt.content_spans
                 for match in find_matches(prompt.text[start:end], matchers)
             ]
             for match in matches:
-                key = _key(tenant, match.chunk)
-                if key in self._recency:
-                    self._recency.move_to_end(key)
+                self._use(tenant, match.chunk)
+                if match.chunk.is_shared:
+                    self._use(SHARED_TENANT, match.chunk)
         return matches
 
     def forget(self, tenant: str, doc_id: str) -> None:
@@ -74,6 +76,13 @@ class KnownChunks:
             known = self._tenants.get(tenant)
             for text in tuple(known.texts_by_doc.get(doc_id, ())) if known else ():
                 self._forget_one((tenant, text, doc_id))
+
+    def forget_text(self, tenant: str, text: str) -> None:
+        """Forget a text, whatever documents it stands in."""
+        with self._lock:
+            known = self._tenants.get(tenant)
+            for doc_id in known.documents_of(text.strip()) if known else ():
+                self._forget_one((tenant, text.strip(), doc_id))
 
     def forget_tenant(self, tenant: str) -> None:
         """Forget every chunk of `tenant`."""
@@ -89,6 +98,11 @@ class KnownChunks:
         self._recency.move_to_end(key)
         if len(self._recency) > self._max_chunks:
             self._forget_one(next(iter(self._recency)))
+
+    def _use(self, tenant: str, chunk: Chunk) -> None:
+        key = _key(tenant, chunk)
+        if key in self._recency:
+            self._recency.move_to_end(key)
 
     def _forget_one(self, key: tuple[str, str, _DocId]) -> None:
         tenant, text, doc_id = key
@@ -114,6 +128,9 @@ class _TenantChunks:
         owners[chunk.doc_id] = chunk
         self.texts_by_doc.setdefault(chunk.doc_id, set()).add(text)
         self.matcher.add(chunk)
+
+    def documents_of(self, text: str) -> tuple[_DocId, ...]:
+        return tuple(self._owners.get(text, ()))
 
     def remove(self, text: str, doc_id: _DocId) -> None:
         texts = self.texts_by_doc[doc_id]

@@ -33,6 +33,7 @@ def build_layout(
     tokenizer: SegmentTokenizer,
     namespace: str,
     *,
+    shared_namespace: str | None = None,
     remember: bool = True,
 ) -> PromptLayout:
     """Tokenise a prompt segment by segment.
@@ -48,6 +49,7 @@ def build_layout(
     Args:
         matches: disjoint, in order of position, as `KnownChunks.find` gives them.
         namespace: of `chunk_key`: names model, tokenizer, dtype, rope and tenant.
+        shared_namespace: the same of the shared tenant, for shared chunks; None takes `namespace`.
         remember: keep the chunks' token ids in the tokenizer's cache.
 
     Raises:
@@ -55,16 +57,9 @@ def build_layout(
     """
     pieces = _with_bos(list(_pieces(text, matches, tokenizer, remember)), tokenizer.bos_ids)
     token_ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
-    segments = tuple(_segments(pieces, namespace))
-    starts = [segment.span.start for segment in segments]
-    hashes = prefix_hashes(namespace, token_ids, starts)
-    return PromptLayout(
-        token_ids,
-        tuple(
-            replace(segment, prefix_hash=prefix_hash) if segment.chunk else segment
-            for segment, prefix_hash in zip(segments, hashes, strict=True)
-        ),
-    )
+    shared_namespace = namespace if shared_namespace is None else shared_namespace
+    segments = tuple(_segments(pieces, namespace, shared_namespace))
+    return PromptLayout(token_ids, tuple(_with_prefixes(segments, token_ids, namespace, shared_namespace)))
 
 
 def _pieces(
@@ -89,13 +84,27 @@ def _with_bos(pieces: list[_Piece], bos_ids: tuple[int, ...]) -> list[_Piece]:
     return [_Piece("", bos_ids), *pieces]
 
 
-def _segments(pieces: Sequence[_Piece], namespace: str) -> Iterator[Segment]:
+def _segments(pieces: Sequence[_Piece], namespace: str, shared_namespace: str) -> Iterator[Segment]:
     start = 0
     for piece in pieces:
         span = Span(start, start + len(piece.token_ids))
         if piece.chunk is None:
             yield Segment(span, SegmentKind.TEXT, piece.text)
         else:
-            key = chunk_key(namespace, piece.token_ids)
+            key = chunk_key(shared_namespace if piece.chunk.is_shared else namespace, piece.token_ids)
             yield Segment(span, SegmentKind.CHUNK, piece.text, piece.chunk, key)
         start = span.end
+
+
+def _with_prefixes(
+    segments: Sequence[Segment], token_ids: Sequence[int], namespace: str, shared_namespace: str
+) -> Iterator[Segment]:
+    """The segments, chunks with the hash of what stands before them, each in its own namespace: two equal
+    hashes of shared chunks mean equal tokens, whoever asked."""
+    starts = [segment.span.start for segment in segments]
+    any_shared = any(segment.chunk and segment.chunk.is_shared for segment in segments)
+    own = [*prefix_hashes(namespace, token_ids, starts)]
+    shared = [*prefix_hashes(shared_namespace, token_ids, starts)] if any_shared else own
+    for segment, *hashes in zip(segments, own, shared, strict=True):
+        chunk = segment.chunk
+        yield segment if chunk is None else replace(segment, prefix_hash=hashes[chunk.is_shared])

@@ -21,6 +21,8 @@ class Refusal(enum.StrEnum):
     """The chunk has its most variants and none of them may give way."""
     TOO_LARGE = "too_large"
     """It is larger than the whole budget."""
+    OVER_QUOTA = "over_quota"
+    """It is larger than its tenant's quota, or too much of that is pinned, reserved or doomed."""
     NO_ROOM = "no_room"
     """Too much of the budget is pinned, reserved or doomed."""
     NOT_ADMITTED = "not_admitted"
@@ -39,10 +41,12 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """One tenant's share: ready records, and bytes of all its records in whatever state."""
+    """One tenant's share: ready records, bytes of all its records in whatever state, and its quota in
+    bytes, None if it has none."""
 
     num_records: int
     num_bytes: int
+    quota_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,18 +105,18 @@ class ChunkStore(Protocol):
         """What is known of a ready record; None of any other."""
         ...
 
-    def next_record_id(self) -> int:
-        """A record id never given before by this store."""
+    def next_record_id(self, tenant: str = "") -> int:
+        """A record id never given before by this store; it tells nothing of other tenants' records."""
         ...
 
     def reserve(self, meta: RecordMeta) -> Reservation:
         """Take `meta.size_bytes` from the budget, evicting records by the store's policy if needed.
 
-        Pinned records are never evicted, and a refusal evicts nothing. An accepted record also
-        registers its document. See `Refusal` for when a record is refused; two cases give way to
-        a record whose prefix is exact: an inexact variant behind the same prefix is replaced when
-        the new one is committed, and at the variant limit the oldest inexact, unpinned, ready
-        variant is evicted.
+        A tenant at its quota loses records of its own, never those of others. Pinned records are never
+        evicted, and a refusal evicts nothing. An accepted record also registers its document. See
+        `Refusal` for when a record is refused; two cases give way to a record whose prefix is exact: an
+        inexact variant behind the same prefix is replaced when the new one is committed, and at the
+        variant limit the oldest inexact, unpinned, ready variant is evicted.
 
         Raises:
             StoreError: the id is in use, or the size is below one byte.
@@ -161,11 +165,12 @@ class ChunkStore(Protocol):
         """This document contains this text too. Ignored when the version is not current."""
         ...
 
-    def generation(self, tenant: str, doc_id: str | None) -> int:
-        """Goes up with every replace, invalidate or purge that concerns the document; never down.
+    def generation(self, tenant: str, doc_id: str | None, key: ChunkKey | None = None) -> int:
+        """Goes up with every replace, invalidate or purge that concerns the document, or the chunk; never
+        down.
 
-        The value at planning time belongs in `RecordMeta.generation`. None stands for text of no
-        document, which only a purge concerns.
+        The value at planning time belongs in `RecordMeta.generation`. A `doc_id` of None stands for
+        text of no document; without `key`, what was done to single chunks is left out.
         """
         ...
 
@@ -192,6 +197,14 @@ class ChunkStore(Protocol):
         """
         ...
 
+    def invalidate_chunks(self, tenant: str, keys: Iterable[ChunkKey]) -> int:
+        """Drop these texts whatever documents name them, which go on naming them.
+
+        Returns:
+            How many records left the index.
+        """
+        ...
+
     def purge(self, tenant: str) -> int:
         """Drop everything of a tenant and return how many records left the index."""
         ...
@@ -202,6 +215,10 @@ class ChunkStore(Protocol):
 
     def stats(self) -> StoreStats: ...
 
-    def check(self) -> list[str]:
-        """What is wrong with the books, one sentence each; empty when they are sound. O(records)."""
+    def check(self, repair: bool = False) -> list[str]:
+        """What is wrong with the books, one sentence each; empty when they are sound. O(records).
+
+        With `repair` it is put right as well, what is in doubt being dropped; sentences that begin with
+        "repaired:" say what was done, and with "not repaired:" what could not be.
+        """
         ...

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from cachecraft_rag.chunks import AttentionProfile, ChunkKey, RecordMeta
-from cachecraft_rag.store.eviction import EvictionQueue
-from cachecraft_rag.store.policies import Policy, Score
+from cachecraft_rag.store.policies import Policy
+from cachecraft_rag.store.queues import EvictionQueues, Scores
+from cachecraft_rag.store.quotas import NO_QUOTAS, Quotas
 
 ATTENTION_BALANCE_TOKENS = 27_000
 """Context at which attention costs as much as the weights, for 32 layers of width 4,096."""
@@ -40,10 +41,12 @@ class Record:
 
 @dataclass(slots=True)
 class Usage:
-    """A tenant's ready records, and the bytes of all its records in whatever state."""
+    """A tenant's ready records, the bytes of all its records in whatever state, and of those that may
+    be evicted."""
 
     num_ready: int = 0
     num_bytes: int = 0
+    num_evictable_bytes: int = 0
 
 
 class RecordBooks:
@@ -55,18 +58,20 @@ class RecordBooks:
         records: by id, in all states.
         index: reserved and ready records by tenant and key; ready ones in order of commit.
         evictable: ready and unpinned ids, in the order of the policy.
-        scores: what the policy knows of pinned ids, which are not in the queue.
+        scores: what the policy knows of pinned ids, which are in no queue.
         pinned_by: ids pinned by each owner, and the share of tokens it recomputes (CFO).
         num_pins: number of owners for each pinned id.
         freed: ids that left `records` since the last drain.
     """
 
-    def __init__(self, policy: Policy, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, policy: Policy, clock: Callable[[], float], quotas: Quotas = NO_QUOTAS) -> None:
+        self.policy = policy
+        self.clock = clock
+        self.quotas = quotas
         self.records: dict[int, Record] = {}
         self.index: dict[str, dict[ChunkKey, dict[int, Record]]] = {}
-        self.evictable = EvictionQueue(policy)
-        self.scores: dict[int, Score] = {}
+        self.evictable = EvictionQueues(policy, lambda tenant: quotas.of(tenant) is not None)
+        self.scores: dict[int, Scores] = {}
         self.pinned_by: dict[str, dict[int, float]] = {}
         self.num_pins: Counter[int] = Counter()
         self.freed: dict[int, None] = {}
@@ -84,6 +89,9 @@ class RecordBooks:
         """All reserved and ready variants of a chunk."""
         return self.index.get(tenant, {}).get(key, {})
 
+    def usage_of(self, tenant: str) -> Usage:
+        return self.usage.get(tenant) or Usage()
+
     def insert(self, meta: RecordMeta) -> None:
         record = self.records[meta.record_id] = Record(meta)
         self.index.setdefault(meta.tenant, {}).setdefault(meta.key, {})[meta.record_id] = record
@@ -98,7 +106,7 @@ class RecordBooks:
         siblings[record.meta.record_id] = siblings.pop(record.meta.record_id)
         self._set_state(record, State.READY)
         self._use(record, 1.0)
-        self.evictable_bytes += record.meta.size_bytes
+        self._count_evictable(record, 1)
 
     def leave_index(self, record: Record) -> bool:
         """Make a reserved or ready record unfindable, and free it if nothing holds its payload.
@@ -113,16 +121,16 @@ class RecordBooks:
         elif record.meta.record_id in self.num_pins:
             self._set_state(record, State.DOOMED)
         else:
-            self.evictable.remove(record.meta.record_id)
-            self.evictable_bytes -= record.meta.size_bytes
+            self.evictable.remove(record.meta)
+            self._count_evictable(record, -1)
             self.free(record)
         return was_ready
 
-    def evict(self, record: Record) -> None:
-        """`leave_index` of an unpinned ready record that gives way to another."""
+    def evict(self, record: Record, *, for_quota: bool) -> None:
+        """`leave_index` of a victim of the budget, or of its tenant's quota."""
         self._unindex(record.meta)
-        self.evictable.evict(record.meta.record_id)
-        self.evictable_bytes -= record.meta.size_bytes
+        self.evictable.evict(record.meta, for_quota=for_quota)
+        self._count_evictable(record, -1)
         self.free(record)
 
     def free(self, record: Record) -> None:
@@ -136,6 +144,7 @@ class RecordBooks:
         usage.num_bytes -= meta.size_bytes
         if not usage.num_bytes:
             del self.usage[meta.tenant]
+            self.evictable.forget(meta.tenant)
 
     def pin(self, record: Record, owner: str, cfo: float) -> None:
         record_id = record.meta.record_id
@@ -178,25 +187,22 @@ class RecordBooks:
             del self.index[meta.tenant]
 
     def _hold(self, record: Record) -> None:
-        """Out of the queue while it is pinned."""
-        score = self.evictable.remove(record.meta.record_id)
-        assert score is not None
-        self.scores[record.meta.record_id] = score
-        self.evictable_bytes -= record.meta.size_bytes
+        """Out of the queues while it is pinned."""
+        self.scores[record.meta.record_id] = self.evictable.hold(record.meta)
+        self._count_evictable(record, -1)
 
     def _release(self, record: Record) -> None:
-        self.evictable.restore(record.meta.record_id, self.scores.pop(record.meta.record_id))
-        self.evictable_bytes += record.meta.size_bytes
+        self.evictable.release(record.meta, self.scores.pop(record.meta.record_id))
+        self._count_evictable(record, 1)
 
     def _use(self, record: Record, cfo: float) -> None:
         meta = record.meta
-        self.evictable.use(
-            meta.record_id,
-            now_s=self._clock(),
-            size_bytes=meta.size_bytes,
-            cost=_compute_cost(meta),
-            cfo=cfo,
-        )
+        self.evictable.use(meta, now_s=self.clock(), cost=_compute_cost(meta), cfo=cfo)
+
+    def _count_evictable(self, record: Record, change: int) -> None:
+        num_bytes = change * record.meta.size_bytes
+        self.evictable_bytes += num_bytes
+        self.usage[record.meta.tenant].num_evictable_bytes += num_bytes
 
     def _set_state(self, record: Record, state: State) -> None:
         self._count(record, -1)

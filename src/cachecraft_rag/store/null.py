@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable
 
@@ -10,6 +9,7 @@ from cachecraft_rag.chunks import AttentionProfile, ChunkKey, RecordMeta
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.base import Refusal, Reservation, StoreStats
 from cachecraft_rag.store.documents import DocumentOperations
+from cachecraft_rag.store.record_ids import RecordIds
 
 
 class NullChunkStore(DocumentOperations):
@@ -21,7 +21,7 @@ class NullChunkStore(DocumentOperations):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ids = itertools.count()
+        self._ids = RecordIds()
         self._num_misses = 0
         self._num_refusals: Counter[str] = Counter()
 
@@ -35,8 +35,8 @@ class NullChunkStore(DocumentOperations):
     def tier(self, record_id: int) -> str:
         return ""
 
-    def next_record_id(self) -> int:
-        return next(self._ids)
+    def next_record_id(self, tenant: str = "") -> int:
+        return self._ids.next(tenant)
 
     def reserve(self, meta: RecordMeta) -> Reservation:
         fresh = self._documents.admits(meta)
@@ -77,8 +77,8 @@ class NullChunkStore(DocumentOperations):
     def stats(self) -> StoreStats:
         return StoreStats(num_misses=self._num_misses, num_refusals=dict(self._num_refusals))
 
-    def check(self) -> list[str]:
-        return self._documents.check()
+    def check(self, repair: bool = False) -> list[str]:
+        return self._check_documents(repair)
 
     def _drop_keys(self, tenant: str, keys: Iterable[ChunkKey]) -> int:
         return 0

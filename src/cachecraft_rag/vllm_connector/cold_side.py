@@ -33,7 +33,7 @@ MAX_TIERS_KEPT = 4096
 
 
 class Orphans:
-    """Texts that no document refers to any more, from the books of the host tier to the cold tiers."""
+    """Texts of which all KV has to go, from the books of the host tier to the cold tiers."""
 
     def __init__(self) -> None:
         self._keys: list[tuple[str, tuple[ChunkKey, ...]]] = []
@@ -52,6 +52,15 @@ class Search:
 
     wanted: frozenset[Wanted]
     deadline_s: float
+
+
+def joined(searches: Iterable[Search | None]) -> Search | None:
+    """One search for what all of them want, None if none wants anything."""
+    wanting = [search for search in searches if search is not None]
+    if not wanting:
+        return None
+    wanted = frozenset().union(*(search.wanted for search in wanting))
+    return Search(wanted, min(search.deadline_s for search in wanting))
 
 
 class ColdSide:
@@ -95,6 +104,8 @@ class ColdSide:
         self._writes: list[RecordMeta] = []
         self._tier_of: dict[int, str] = {}
         self._flushes: list[Future[None]] = []
+        self._dropping: list[tuple[Future[int], Callable[[Wanted], bool]]] = []
+        self._faults: list[Exception] = []  # of drops; the changer's own
 
     @property
     def changer(self) -> Executor:
@@ -104,8 +115,10 @@ class ColdSide:
     # --- requests -----------------------------------------------------------------------------
 
     def seek(self, tenant: str, keys: Iterable[ChunkKey]) -> Search | None:
-        """Look for chunks of which the host tier has nothing; None if it has something of each."""
-        wanted = frozenset((tenant, key) for key in keys if not self._store.holds(tenant, key))
+        """Look for chunks of which the host tier has nothing; None if it has something of each, or if what
+        is missing is being dropped."""
+        missing = ((tenant, key) for key in keys if not self._store.holds(tenant, key))
+        wanted = frozenset(each for each in missing if not self._is_dropped(each))
         for each in wanted - self._under_way:
             self._finding[each] = self._finders.submit(self._cold.find, *each)
         return Search(wanted, self._clock() + self._deadline_s) if wanted else None
@@ -139,8 +152,10 @@ class ColdSide:
             document = variant.meta.document
             meta = replace(
                 variant.meta,
-                record_id=self._store.next_record_id(),
-                generation=self._store.generation(wanted[0], document.doc_id if document else None),
+                record_id=self._store.next_record_id(wanted[0]),
+                generation=self._store.generation(
+                    wanted[0], document.doc_id if document else None, wanted[1]
+                ),
             )
             if self._store.reserve(meta).accepted:
                 order = ColdRead(meta.record_id, variant, self._cold.faster_tiers(variant))
@@ -226,7 +241,7 @@ class ColdSide:
 
     def _is_current(self, meta: RecordMeta) -> bool:
         doc_id = meta.document.doc_id if meta.document else None
-        return self._store.generation(meta.tenant, doc_id) == meta.generation
+        return self._store.generation(meta.tenant, doc_id, meta.key) == meta.generation
 
     def _change(self, change: Callable[..., None], *arguments: Any) -> None:
         future = self._changer.submit(change, *arguments)
@@ -246,23 +261,50 @@ class ColdSide:
         orphaned = self._orphans.take()
         if not is_news:
             orphaned = []
-        return self._changer.submit(lambda: sum(self._cold.drop(*each) for each in orphaned))
+        going = {(tenant, key) for tenant, keys in orphaned for key in keys}
+        return self._drop(lambda: sum(self._cold.drop(*each) for each in orphaned), going.__contains__)
 
     def drop(self, tenant: str, keys: Sequence[ChunkKey]) -> Future[int]:
-        """Drop chunks though no document changed; what is on its way in or out of the tiers goes too."""
-        dropped = {(tenant, key) for key in keys}
-        for wanted in dropped:
-            self._finding.pop(wanted, None)
-        under_way: list[Loading | Writing] = [*self._loading.values(), *self._writing.values()]
-        for each in under_way:
-            each.is_dropped = each.is_dropped or each.wanted in dropped
-        return self._changer.submit(self._cold.drop, tenant, keys)
+        going = {(tenant, key) for key in keys}
+        return self._drop(lambda: self._cold.drop(tenant, keys), going.__contains__)
 
     def drop_all(self) -> Future[int]:
-        return self._changer.submit(self._cold.drop_all)
+        return self._drop(self._cold.drop_all, lambda wanted: True)
 
     def drop_tenant(self, tenant: str) -> Future[int]:
-        return self._changer.submit(self._cold.drop_tenant, tenant)
+        return self._drop(lambda: self._cold.drop_tenant(tenant), lambda wanted: wanted[0] == tenant)
+
+    def settled(self) -> Future[None]:
+        """Done when all drops ordered before are; it fails if any has failed since the last call."""
+        return self._changer.submit(self._raise_faults)
+
+    def _drop(self, drop: Callable[[], int], is_going: Callable[[Wanted], bool]) -> Future[int]:
+        """Drop on the changer. Meanwhile nothing of it is looked for, and what is on its way in or out of
+        the tiers goes too: it would come back into what has dropped it."""
+        for wanted in [each for each in self._finding if is_going(each)]:
+            del self._finding[wanted]
+        under_way: list[Loading | Writing] = [*self._loading.values(), *self._writing.values()]
+        for each in under_way:
+            each.is_dropped = each.is_dropped or is_going(each.wanted)
+        future = self._changer.submit(self._noting_faults, drop)
+        self._dropping.append((future, is_going))
+        return future
+
+    def _is_dropped(self, wanted: Wanted) -> bool:
+        self._dropping = [each for each in self._dropping if not each[0].done()]
+        return any(is_going(wanted) for _, is_going in self._dropping)
+
+    def _noting_faults(self, drop: Callable[[], int]) -> int:
+        try:
+            return drop()
+        except Exception as fault:
+            self._faults.append(fault)
+            raise
+
+    def _raise_faults(self) -> None:
+        faults, self._faults = self._faults, []
+        if faults:
+            raise faults[0]
 
     def flush(self) -> Future[None]:
         """Done when all that was committed before is in the cold tiers, as safe as they can make it."""
@@ -288,8 +330,8 @@ class ColdSide:
     def stats(self) -> dict[str, Any]:
         return self._cold.stats()
 
-    def check(self) -> Future[list[str]]:
-        return self._changer.submit(self._cold.check)
+    def check(self, repair: bool = False) -> Future[list[str]]:
+        return self._changer.submit(self._cold.check, repair)
 
     def close(self) -> None:
         self._finders.shutdown(wait=False, cancel_futures=True)

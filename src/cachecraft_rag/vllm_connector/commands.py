@@ -18,7 +18,7 @@ from cachecraft_rag.store.base import ChunkStore
 from cachecraft_rag.store.journal import Action, Entry
 from cachecraft_rag.vllm_connector.cold_side import ColdSide
 from cachecraft_rag.vllm_connector.messages import ControlMessage
-from cachecraft_rag.vllm_connector.shared_changes import SharedChanges, Steps, apply_change
+from cachecraft_rag.vllm_connector.shared_changes import OnApplied, SharedChanges, Steps, apply_change
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class Commands:
     Args:
         cold: None without cold tiers.
         changes: None where no other process shares the store.
+        on_applied: told of a change that is in the books where there are no `changes` to tell it.
         figures: what the scheduler side adds to the store's `stats`.
     """
 
@@ -46,11 +47,13 @@ class Commands:
         store: ChunkStore,
         cold: ColdSide | None,
         changes: SharedChanges | None,
+        on_applied: OnApplied,
         figures: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._store = store
         self._cold = cold
         self._changes = changes
+        self._on_applied = on_applied
         self._figures = figures
         self._awaited: dict[str, _Running] = {}
 
@@ -94,6 +97,10 @@ class Commands:
                     keys=tuple(map(ChunkKey, args["keys"])),
                 )
                 return (yield from self._change(entry))
+            case "invalidate_chunks":
+                keys = tuple(map(ChunkKey, args["keys"]))
+                entry = Entry(action=Action.INVALIDATE_CHUNKS, tenant=args["tenant"], keys=keys)
+                return (yield from self._change(entry))
             case "purge":
                 return (yield from self._change(Entry(action=Action.PURGE, tenant=args["tenant"])))
             case "drop_chunks":
@@ -112,21 +119,33 @@ class Commands:
                 cold = {"tiers": self._cold.stats()} if self._cold else {}
                 return {**cold, **asdict(self._store.stats()), **self._figures()}
             case "check":
-                cold_faults = (yield self._cold.check()) if self._cold else []
-                return [*self._store.check(), *cold_faults]
+                return (yield from self._check(bool(args.get("repair"))))
         raise InternalError(f"unknown control action {message.action!r}")
 
     def _change(self, entry: Entry) -> Steps:
         """A change of documents: complete in every tier, and binding for all processes, when it returns."""
         if self._changes is None:
             num_dropped = apply_change(self._store, entry)
+            self._on_applied(entry, True)
         else:
             num_dropped = yield from self._changes.make(entry)
         if self._cold is not None:
-            yield self._cold.drop_orphaned()
-            if entry.action is Action.PURGE:
-                yield self._cold.drop_tenant(entry.tenant)
+            yield self._cold.settled()
         return num_dropped
+
+    def _check(self, repair: bool) -> Steps:
+        faults = self._store.check(repair)
+        if self._cold is None:
+            return faults
+        if repair:
+            self._cold.drop_orphaned()
+            yield self._cold.settled()
+        found = yield self._cold.check(repair)
+        if not found or not repair:
+            return [*faults, *found]
+        left = yield self._cold.check()
+        done = f"repaired: {len(set(found) - set(left))} of {len(found)} faults of the cold tiers"
+        return [*faults, *found, done, *(f"not repaired: {fault}" for fault in left)]
 
     def _drop_chunks(self, tenant: str, keys: list[ChunkKey]) -> Steps:
         records = [record for key in keys for record in self._store.variants(tenant, key)]

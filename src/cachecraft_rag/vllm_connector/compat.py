@@ -87,6 +87,8 @@ def connector_engine_args(
                 "eviction_policy": config.eviction_policy,
                 "has_admission": config.has_admission,
                 "record_ttl_s": config.record_ttl_s,
+                "tenant_quotas": dict(config.tenant_quotas),
+                "default_tenant_quota_bytes": config.default_tenant_quota_bytes,
                 "cold": cold.to_dict(),
             },
         ),

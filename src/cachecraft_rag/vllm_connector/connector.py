@@ -25,6 +25,7 @@ from cachecraft_rag.store.cold_settings import ColdSettings
 from cachecraft_rag.store.host import HostChunkStore
 from cachecraft_rag.store.null import NullChunkStore
 from cachecraft_rag.store.policies import policy_named, with_ttl
+from cachecraft_rag.store.quotas import Quotas
 from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.cold_side import Orphans
 from cachecraft_rag.vllm_connector.scheduler_side import SchedulerSide
@@ -193,4 +194,5 @@ def _make_store(extra: dict[str, Any], orphans: Orphans) -> ChunkStore:
         orphans.add,
         policy if ttl_s is None else with_ttl(policy, ttl_s),
         extra["has_admission"],
+        quotas=Quotas(extra["tenant_quotas"], extra["default_tenant_quota_bytes"]),
     )

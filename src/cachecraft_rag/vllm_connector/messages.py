@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cachecraft_rag.chunks import ChunkKey, DocumentRef, Span
+from cachecraft_rag.chunks import SHARED_TENANT, ChunkKey, DocumentRef, Span
 from cachecraft_rag.events import Reason
 from cachecraft_rag.planner.limits import PlanLimits
 
@@ -29,6 +29,7 @@ class ChunkRef:
             last chunk. Its KV travels with the chunk's: a prompt of 30 chunks has 30 lone tokens
             between them, and computing those reads the whole context 30 times.
         refusal: why the driver wants this chunk computed, None if it does not; it is stored anew.
+        is_shared: `key` and `prefix_hash` are those of the shared tenant, whose KV everybody may read.
     """
 
     span: Span
@@ -37,6 +38,7 @@ class ChunkRef:
     document: DocumentRef | None = None
     separator: tuple[int, ...] = ()
     refusal: Reason | None = None
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class RequestSpec:
 
     Attributes:
         request_id: ours, not vLLM's; reports are filed under it.
-        tenant: salt of keys and index; no KV crosses it.
+        tenant: salt of keys and index; no KV crosses it, but for shared chunks, which it may read.
         chunks: in prompt order; empty when nothing was matched.
         strategy: name of the planning strategy; ignored when `full_reason` is set.
         alpha: Cache-Craft eq. 12.
@@ -73,6 +75,15 @@ class RequestSpec:
     full_reason: Reason | None = None
     full_detail: str = ""
     limits: PlanLimits | None = None
+
+    def tenant_of(self, ref: ChunkRef) -> str:
+        """In whose part of the store the KV of a chunk is looked up."""
+        return SHARED_TENANT if ref.is_shared else self.tenant
+
+    def may_store(self, ref: ChunkRef) -> bool:
+        """Whether the KV that is computed of a chunk may be stored. What this tenant's text stood before
+        does not become another's: only requests of the shared tenant itself write to it."""
+        return self.store and self.tenant_of(ref) == self.tenant
 
     def to_params(self) -> dict[str, Any]:
         """Value of `SamplingParams.extra_args["kv_transfer_params"]`."""
@@ -115,11 +126,20 @@ def _chunk_to_list(chunk: ChunkRef) -> list[Any]:
     where = [document.doc_id, document.version] if document else None
     span = chunk.span
     refusal = chunk.refusal.value if chunk.refusal else None
-    return [span.start, span.end, chunk.key, chunk.prefix_hash, where, list(chunk.separator), refusal]
+    return [
+        span.start,
+        span.end,
+        chunk.key,
+        chunk.prefix_hash,
+        where,
+        list(chunk.separator),
+        refusal,
+        chunk.is_shared,
+    ]
 
 
 def _chunk_from_list(item: list[Any]) -> ChunkRef:
-    start, end, key, prefix_hash, where, separator, refusal = item
+    start, end, key, prefix_hash, where, separator, refusal, is_shared = item
     return ChunkRef(
         span=Span(start, end),
         key=ChunkKey(key),
@@ -127,6 +147,7 @@ def _chunk_from_list(item: list[Any]) -> ChunkRef:
         document=DocumentRef(*where) if where else None,
         separator=tuple(separator),
         refusal=Reason(refusal) if refusal else None,
+        is_shared=is_shared,
     )
 
 
@@ -135,8 +156,9 @@ class ControlMessage:
     """A command to the scheduler side.
 
     `action` and its arguments: `invalidate` (doc_id, version, tenant), `replace` (doc_id, version,
-    tenant, keys), `drop_chunks` (tenant, keys), `prefetch` (tenant, keys), `purge` (tenant), `flush` (),
-    `stats` (), `check` (), `await` (control_id of a command that takes longer).
+    tenant, keys), `invalidate_chunks` (tenant, keys), `purge` (tenant), `drop_chunks` (tenant, keys; in this
+    process and the cold tiers only), `prefetch` (tenant, keys), `flush` (), `stats` (), `check` (repair),
+    `await` (control_id of a command that takes longer).
     The answer is a plain dictionary, filed under `control_id` in the workers.
     """
 

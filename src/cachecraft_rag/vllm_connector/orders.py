@@ -54,7 +54,9 @@ def make_job(
 
 def lead_name(spec: RequestSpec) -> str:
     """Sink that holds the keys of the text before the request's first chunk."""
-    return LEAD_PREFIX + spec.chunks[0].prefix_hash if spec.chunks else ""
+    # With the tenant: the prefix hash of a shared chunk is the same for all, the text before it is not
+    # for all to share.
+    return f"{LEAD_PREFIX}{spec.tenant}:{spec.chunks[0].prefix_hash}" if spec.chunks else ""
 
 
 def unready_spans(

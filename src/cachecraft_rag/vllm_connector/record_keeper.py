@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cachecraft_rag.chunks import AttentionProfile, ChunkKey, RecordMeta, Span
 from cachecraft_rag.events import Reason
-from cachecraft_rag.store.base import ChunkStore
+from cachecraft_rag.store.base import ChunkStore, Refusal
 from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
 from cachecraft_rag.vllm_connector.orders import lead_name
 from cachecraft_rag.vllm_connector.request_state import PendingCapture, RequestState
@@ -50,15 +50,23 @@ class RecordKeeper:
             record_id = plan.chunks[index].record_id if plan else None
             if record_id is None and self._is_capturable(state, index, ref, before):
                 meta = self._meta(state, spec, index, before, ref.span.start <= exact_until)
-                is_context = index < spec.store_from
-                if is_context or self._store.reserve(meta).accepted:
+                is_context = index < spec.store_from or not spec.may_store(ref)
+                if is_context or self._is_reserved(state, index, meta):
                     record_id = meta.record_id
                     self._open(state, meta, context, lead, is_scratch=is_context)
+            if not spec.may_store(ref):
+                state.unstored[index] = Reason.NOT_WARMED
             if record_id is not None:
                 context.append((len(before), ContextChunk(ref.span, record_id)))
             before.append(ref.key)
         if state.reserved and spec.chunks[0].span.start:
             state.pending.append(PendingCapture(lead, Span(0, spec.chunks[0].span.start)))
+
+    def _is_reserved(self, state: RequestState, index: int, meta: RecordMeta) -> bool:
+        reservation = self._store.reserve(meta)
+        if reservation.reason == Refusal.OVER_QUOTA:
+            state.unstored[index] = Reason.OVER_QUOTA
+        return reservation.accepted
 
     def take_new(self) -> tuple[NewRecord, ...]:
         """Records opened since the last call."""
@@ -121,7 +129,7 @@ class RecordKeeper:
         num_tokens = len(ref.span)
         num_rows = num_tokens + len(ref.separator)
         return RecordMeta(
-            record_id=self._store.next_record_id(),
+            record_id=self._store.next_record_id(spec.tenant),
             key=ref.key,
             tenant=spec.tenant,
             num_tokens=num_tokens,

@@ -102,6 +102,8 @@ def _chunk_report(
     else:
         decision, tier = ChunkDecision.COMPUTED, ""
         reason = planned.reason if planned else (state.full_reason or Reason.NOT_CACHED)
+        if reason is Reason.NOT_CACHED:
+            reason = state.unstored.get(index, reason)
         chunk = None
     kept = _kept_beyond(plan, chunk, local) if plan and chunk else 0
     missing = num_tokens - from_prefix - kept

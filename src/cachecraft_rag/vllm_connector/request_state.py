@@ -34,6 +34,8 @@ class RequestState:
         num_local_tokens: vLLM's own prefix hit at the latest look-up.
         first_local_tokens: the same at the first admission, for the report; -1 before it.
         reserved: records this request is filling.
+        unstored: index of a chunk → why its KV was not taken into the store, where that is for the tenant
+            to know.
         scratch: records in the workers only, whose keys the profiles of later chunks need.
         num_stored_tokens: tokens of the reserved records.
         pending: captures whose last token is not computed yet.
@@ -55,6 +57,7 @@ class RequestState:
     is_admitted: bool = False
     ran_job: bool = False
     reserved: list[int] = field(default_factory=list)
+    unstored: dict[int, Reason] = field(default_factory=dict)
     scratch: list[int] = field(default_factory=list)
     num_stored_tokens: int = 0
     pending: list[PendingCapture] = field(default_factory=list)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from cachecraft_rag.chunks import Span
+from cachecraft_rag.chunks import ChunkKey, Span
 from cachecraft_rag.events import Reason
 from cachecraft_rag.planner.build import build_plan
 from cachecraft_rag.planner.limits import refuse
@@ -26,7 +26,7 @@ from cachecraft_rag.planner.plan import PlanRequest
 from cachecraft_rag.store.base import ChunkStore
 from cachecraft_rag.store.journal import Action, Entry
 from cachecraft_rag.vllm_connector import compat
-from cachecraft_rag.vllm_connector.cold_side import ColdSide, Search
+from cachecraft_rag.vllm_connector.cold_side import ColdSide, Search, joined
 from cachecraft_rag.vllm_connector.commands import Commands
 from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ControlMessage, RequestSpec
 from cachecraft_rag.vllm_connector.orders import capture_targets, make_job, unready_spans
@@ -79,7 +79,7 @@ class SchedulerSide:
         self._replies: list[tuple[str, Mapping[str, Any]]] = []
         self._forget_leads = False
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._commands = Commands(store, cold, self._changes, self._figures)
+        self._commands = Commands(store, cold, self._changes, self._on_applied, self._figures)
 
     def bind_block_pool(self, block_pool: Any) -> None:
         self._block_pool = block_pool
@@ -92,8 +92,6 @@ class SchedulerSide:
             return
         self._catch_up()
         self._replies.append((message.control_id, self._commands.carry_out(message)))
-        if message.action == "purge":
-            self._forget_leads = True
 
     def _catch_up(self) -> bool:
         """Apply what other processes changed; whether stored KV may be used."""
@@ -108,14 +106,16 @@ class SchedulerSide:
 
     def _on_applied(self, entry: Entry, is_news: bool) -> None:
         """A change, of whatever process, went into the books; this is for what lies outside them."""
-        if entry.action in (Action.PURGE, Action.RESET):
+        if entry.action in (Action.PURGE, Action.RESET, Action.UNKNOWN):
             self._forget_leads = True
         if self._cold is None:
             return
+        # In every process: the author may have died before it did so.
         if entry.action is Action.RESET:
             self._cold.drop_all()
+        elif entry.action is Action.PURGE and is_news:
+            self._cold.drop_tenant(entry.tenant)
         elif entry.action is not Action.REGISTER:
-            # Its author drops them too, but may have died before.
             self._cold.drop_orphaned(is_news=is_news)
 
     def look_up(self, request: Any, num_local_tokens: int) -> int | None:
@@ -291,8 +291,11 @@ class SchedulerSide:
         """Search the cold tiers for chunks that a plan could use and the host tier does not have."""
         if self._cold is None or spec.full_reason is not None:
             return None
-        keys = [ref.key for index, ref in enumerate(spec.chunks) if index not in state.refusals]
-        return self._cold.seek(spec.tenant, keys)
+        keys: dict[str, list[ChunkKey]] = {}
+        for index, ref in enumerate(spec.chunks):
+            if index not in state.refusals:
+                keys.setdefault(spec.tenant_of(ref), []).append(ref.key)
+        return joined(self._cold.seek(tenant, wanted) for tenant, wanted in keys.items())
 
     def _end_search(self, state: RequestState) -> bool:
         """Whether the request is planned now; False while it had better wait."""
@@ -306,8 +309,9 @@ class SchedulerSide:
                 state.full_reason = Reason.STORE_NOT_CURRENT
                 return True
             self._plan(state, state.spec)
+        sought_keys = {key for _, key in sought.wanted}
         for chunk in state.plan.chunks if state.plan else ():
-            if chunk.record_id is not None and (state.spec.tenant, chunk.key) in sought.wanted:
+            if chunk.record_id is not None and chunk.key in sought_keys:
                 state.tiers[chunk.record_id] = self._cold.tier_of(chunk.record_id)
         return True
 
@@ -315,19 +319,19 @@ class SchedulerSide:
         """Note which chunks may not be looked up, and the generations that inserts are held to: what
         is invalidated from here on takes nothing from this request any more."""
         for index, ref in enumerate(spec.chunks):
-            document = ref.document
+            tenant, document = spec.tenant_of(ref), ref.document
             doc_id = document.doc_id if document else None
-            state.generations.append(self._store.generation(spec.tenant, doc_id))
-            if document is not None and not self._store.is_current(spec.tenant, document):
+            state.generations.append(self._store.generation(tenant, doc_id, ref.key))
+            if document is not None and not self._store.is_current(tenant, document):
                 state.refusals[index] = Reason.SUPERSEDED_VERSION
             elif len(ref.span) < self._min_chunk_tokens:
                 state.refusals[index] = Reason.TOO_SHORT
             elif ref.refusal is not None:
                 state.refusals[index] = ref.refusal
-            elif document is not None and spec.store:
-                self._store.register(spec.tenant, ref.key, document)
+            elif document is not None and spec.may_store(ref):
+                self._store.register(tenant, ref.key, document)
                 if self._changes is not None:
-                    self._changes.note(spec.tenant, ref.key, document)
+                    self._changes.note(tenant, ref.key, document)
 
     def _plan(self, state: RequestState, spec: RequestSpec) -> None:
         request = state.request
@@ -339,6 +343,7 @@ class SchedulerSide:
             state.full_detail = "prompt log-probabilities, or reading the prefix cache is off"
         if state.full_reason is not None:
             return
+        tenants = {ref.key: spec.tenant_of(ref) for ref in spec.chunks}
         plan = build_plan(
             PlanRequest(
                 num_tokens=state.num_prompt_tokens,
@@ -351,7 +356,7 @@ class SchedulerSide:
                 exact_only=spec.exact_only,
                 refusals=state.refusals,
             ),
-            lambda key: self._store.variants(spec.tenant, key),
+            lambda key: self._store.variants(tenants[key], key),
         )
         state.full_reason = refuse(plan, spec.limits) if spec.limits else None
         if state.full_reason is not None:

@@ -36,7 +36,9 @@ def apply_change(store: ChunkStore, entry: Entry) -> int:
             return store.replace(entry.tenant, entry.doc_id, entry.version, entry.keys)
         case Action.INVALIDATE:
             return store.invalidate(entry.tenant, entry.doc_id, entry.version)
-        case Action.PURGE:
+        case Action.INVALIDATE_CHUNKS:
+            return store.invalidate_chunks(entry.tenant, entry.keys)
+        case Action.PURGE | Action.UNKNOWN:
             return store.purge(entry.tenant)
         case Action.REGISTER:
             for key in entry.keys:

@@ -18,7 +18,7 @@ from cachecraft_rag.store.cold import ColdVariant
 from cachecraft_rag.store.record_format import BlobEntry
 
 LEAD_PREFIX = "lead:"
-"""Sinks named `lead:<prefix hash>` hold the keys of the text before a prompt's first chunk."""
+"""Sinks named `lead:<tenant>:<prefix hash>` hold the keys of the text before a prompt's first chunk."""
 
 
 @dataclass(frozen=True, slots=True)

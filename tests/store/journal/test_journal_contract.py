@@ -16,7 +16,7 @@ from cachecraft_rag.chunks import ChunkKey, DocumentRef
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.store.documents import DocumentRegistry
 from cachecraft_rag.store.journal import Action, Entry, Journal, JournalError, Position, StartOverError
-from cachecraft_rag.store.journal.base import LOST_MEMBERS
+from cachecraft_rag.store.journal.base import LOST_MEMBERS, DamagedJournalError, decode, encode
 from cachecraft_rag.store.journal.snapshot import folded
 
 TENANTS, DOC_IDS, VERSIONS = ["a", "b"], ["d1", "d2"], [None, "v1", "v2"]
@@ -25,7 +25,11 @@ LONG_S = 60.0
 chunk_keys = st.sampled_from([ChunkKey("k1"), ChunkKey("k2"), ChunkKey("k3")])
 changes = st.builds(
     Entry,
-    action=st.sampled_from([Action.REGISTER] * 3 + [Action.REPLACE] * 2 + [Action.INVALIDATE, Action.PURGE]),
+    action=st.sampled_from(
+        [Action.REGISTER] * 3
+        + [Action.REPLACE] * 2
+        + [Action.INVALIDATE, Action.INVALIDATE_CHUNKS, Action.PURGE]
+    ),
     tenant=st.sampled_from(TENANTS),
     doc_id=st.sampled_from(DOC_IDS),
     version=st.sampled_from(VERSIONS),
@@ -41,6 +45,11 @@ def replacement(doc_id: str, version: str, *keys: str) -> Entry:
     return Entry(
         action=Action.REPLACE, tenant="a", doc_id=doc_id, version=version, keys=tuple(map(ChunkKey, keys))
     )
+
+
+def of_a_later_version(tenant: str = "a") -> Entry:
+    """What a process of a later version appends: its action is none that this one knows."""
+    return Entry(action="embargo", tenant=tenant, doc_id="x")  # type: ignore[arg-type]
 
 
 def doc_ids(entries: Iterable[Entry]) -> list[str]:
@@ -70,6 +79,8 @@ def apply(registry: DocumentRegistry, entry: Entry) -> None:
         registry.replace(entry.tenant, entry.doc_id, entry.version, entry.keys)
     elif entry.action is Action.INVALIDATE:
         registry.invalidate(entry.tenant, entry.doc_id, entry.version)
+    elif entry.action is Action.INVALIDATE_CHUNKS:
+        registry.invalidate_chunks(entry.tenant, entry.keys)
     else:
         registry.purge(entry.tenant)
 
@@ -339,6 +350,40 @@ def test_a_position_of_an_empty_journal_continues_until_it_is_compacted(journal:
     journal.compact(keep=0)
     assert all_entries(journal) == []
     assert not journal.continues(start)
+
+
+# --- later versions ---------------------------------------------------------------------------
+
+
+def test_what_a_later_version_wrote_is_read_as_unknown(journals: Any) -> None:
+    """It is no damage: the entries around it are read, and nothing begins anew."""
+    journals.new().append([invalidation("1"), of_a_later_version(), invalidation("3")])
+    journal = journals.again()
+    entries = all_entries(journal)
+    assert [entry.action for entry in entries] == [Action.INVALIDATE, Action.UNKNOWN, Action.INVALIDATE]
+    assert (entries[1].tenant, entries[1].seq) == ("a", 2)
+    assert journal.check() == []
+    assert not journal.was_reset
+
+
+def test_what_only_a_later_version_knows_is_not_folded_away(journals: Any) -> None:
+    """Compaction is left to a process that knows what the entry says."""
+    journals.new().append([replacement("x", "v1", "k1"), of_a_later_version(), replacement("x", "v2", "k2")])
+    journal = journals.again()
+    assert journal.compact(keep=0) == 0
+    assert len(all_entries(journal)) == 3
+
+
+@pytest.mark.parametrize("action", ["reset", "unknown"])
+def test_actions_that_are_never_written_are_unknown(action: str) -> None:
+    """A journal that holds one was not written by this version; it must not reset everybody."""
+    text = encode(Entry(action=action, tenant="a"))  # type: ignore[arg-type]
+    assert decode(1, text).action is Action.UNKNOWN
+
+
+def test_an_action_that_is_no_text_is_damage() -> None:
+    with pytest.raises(DamagedJournalError):
+        decode(1, '[1,"a","",null,"",[]]')
 
 
 # --- the object -------------------------------------------------------------------------------

@@ -48,16 +48,25 @@ class DamagedJournalError(JournalError):
 
 
 class Action(enum.StrEnum):
-    """What happened to a document, as the methods of `DocumentRegistry` of the same names say."""
+    """What happened to a document, as the methods of `DocumentRegistry` of the same names say.
+
+    Whatever a later version adds must concern one tenant, must be carried out if that tenant is purged
+    in the books, and its author sees to the cold tiers: then `UNKNOWN` is enough for older members.
+    """
 
     REGISTER = "register"
     REPLACE = "replace"
     INVALIDATE = "invalidate"
+    INVALIDATE_CHUNKS = "invalidate_chunks"
+    """Concerns chunks, whatever documents name them; the entry names no document."""
     PURGE = "purge"
     """Concerns the whole tenant; the entry names no document."""
     RESET = "reset"
     """Only from `Follower.drain`, never in a journal: changes were missed. Forget all documents and drop
     all stored KV of all tenants; the entries that follow tell the present state."""
+    UNKNOWN = "unknown"
+    """Only from `Journal.read`, never in a journal: a later version wrote something that this one does not
+    know. Purge the tenant in the books: that costs time, and no correctness."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +75,7 @@ class Entry:
 
     Attributes:
         seq: place in the journal, from 1 on; 0 before it is appended.
-        keys: of `register` and `replace`: the chunks.
+        keys: of `register`, `replace` and `invalidate_chunks`: the chunks.
         author: member that appended it; empty when unknown, as after compaction.
     """
 
@@ -168,7 +177,8 @@ class Journal(Protocol):
     def compact(self, keep: int = DEFAULT_KEEP) -> int:
         """Fold old entries to what is left of them (`snapshot.folded`), and return how many went.
 
-        The last `keep` entries stay, and all that a member with a lease has not acknowledged.
+        The last `keep` entries stay, and all that a member with a lease has not acknowledged. Where a
+        later version wrote what this one does not know, nothing is folded.
         """
         ...
 
@@ -220,7 +230,7 @@ def decode(seq: int, text: str | bytes) -> Entry:
     try:
         action, tenant, doc_id, version, author, keys = json.loads(text)
         entry = Entry(
-            action=Action(action),
+            action=_action(action),
             tenant=tenant,
             doc_id=doc_id,
             version=version,
@@ -231,3 +241,12 @@ def decode(seq: int, text: str | bytes) -> Entry:
     except (ValueError, TypeError) as fault:
         raise DamagedJournalError(f"entry {seq} of the journal is damaged: {fault}") from fault
     return entry
+
+
+def _action(name: object) -> Action:
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is no action")
+    return Action(name) if name in _WRITTEN else Action.UNKNOWN
+
+
+_WRITTEN = frozenset(Action) - {Action.RESET, Action.UNKNOWN}

@@ -25,7 +25,7 @@ from cachecraft_rag.store.journal.base import (
     decode,
     encode,
 )
-from cachecraft_rag.store.journal.snapshot import folded
+from cachecraft_rag.store.journal.snapshot import can_fold, folded
 
 try:
     import redis
@@ -119,6 +119,8 @@ class RedisJournal:
         if upto <= floor:
             return 0
         past = self.read(Position(epoch.decode(), 0), upto - floor)
+        if not can_fold(past):
+            return 0
         left = folded(past)
         body = json.dumps([[entry.seq, encode(entry)] for entry in left])
         is_done = self._run(scripts.COMPACT, epoch, floor, upto, body)

@@ -46,8 +46,9 @@ class _Document:
 def folded(entries: Iterable[Entry]) -> list[Entry]:
     """Entries that lead an empty `DocumentRegistry` to the same documents, versions and references.
 
-    At most one for each version of a document, and none for what was invalidated or purged. Each bears
-    the seq of the last entry that went into it, so that seqs still grow and none is used twice.
+    At most one for each version of a document, and none for what was invalidated or purged: chunks that
+    were invalidated are still named by their documents. Each bears the seq of the last entry that went
+    into it, so that seqs still grow and none is used twice.
 
     Only whoever starts from nothing may read them in place of the entries: a registry in the middle of
     the past would miss invalidations.
@@ -62,6 +63,11 @@ def folded(entries: Iterable[Entry]) -> list[Entry]:
         for entry in document.entries(tenant, doc_id)
     )
     return sorted(left, key=lambda entry: entry.seq)
+
+
+def can_fold(entries: Iterable[Entry]) -> bool:
+    """Whether this version knows what all of them say."""
+    return all(entry.action is not Action.UNKNOWN for entry in entries)
 
 
 def _fold(tenants: dict[str, dict[str, _Document]], entry: Entry) -> None:

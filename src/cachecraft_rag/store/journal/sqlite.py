@@ -18,7 +18,7 @@ from cachecraft_rag.store.journal.base import (
     checked_lease,
     lease_clock,
 )
-from cachecraft_rag.store.journal.snapshot import folded
+from cachecraft_rag.store.journal.snapshot import can_fold, folded
 from cachecraft_rag.store.journal.sqlite_file import Member, Rows, State, sealed_rows
 from cachecraft_rag.store.journal.sqlite_folder import SqliteFolder
 
@@ -118,6 +118,8 @@ class SqliteJournal:
             if upto <= state.floor:
                 return 0
             past = rows.entries(state, 0, upto - state.floor)
+        if not can_fold(past):
+            return 0
         left = folded(past)
         kept = {*past} & {*left}
         gone = [entry.seq for entry in past if entry not in kept]
