@@ -199,7 +199,7 @@ class RecordMeta:
     Attributes:
         record_id: unique within one engine.
         start: position of the chunk's first token when its KV was computed.
-        size_bytes: bytes held by all ranks together, the profile included.
+        size_bytes: bytes held by all ranks together, the profile and the record's books included.
         prefix_hash: `prefix_hashes` of all tokens before the chunk when it was computed.
         prefix_chunks: keys of the chunks before it, in prompt order (the paper's S_old).
         prefix_is_exact: every token before it had exact KV, so this KV is exact behind that prefix.

@@ -9,9 +9,10 @@ from cachecraft_rag.chunks import ChunkKey, Span
 from cachecraft_rag.events import Reason
 from cachecraft_rag.store.quotas import Quotas
 from cachecraft_rag.vllm_connector.messages import ChunkRef
+from cachecraft_rag.vllm_connector.record_keeper import BOOKS_BYTES
 
-CHUNK_BYTES = 8 * (8 + 4)
-"""Eight tokens of eight bytes and a score."""
+CHUNK_BYTES = 8 * (8 + 4) + BOOKS_BYTES
+"""Eight tokens of eight bytes and a score, and what is noted of them."""
 
 
 def chunk(key: str, start: int = 4) -> ChunkRef:

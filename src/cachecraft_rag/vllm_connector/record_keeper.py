@@ -16,6 +16,8 @@ from cachecraft_rag.vllm_connector.steps import ContextChunk, NewRecord, StepFac
 CAPTURABLE = frozenset({Reason.NOT_CACHED, Reason.NO_EXACT_VARIANT, Reason.QUARANTINED})
 """Computed for these reasons, a chunk is worth storing."""
 PROFILE_BYTES_PER_TOKEN = 4
+BOOKS_BYTES = 2600
+"""What the books of a record take of the scheduler's memory (measured: docs/store-benchmark.md)."""
 ABANDON_AFTER_STEPS = 16
 """A finished request's record whose last token was scheduled this many steps ago, and which no
 worker completed, never will be."""
@@ -134,7 +136,7 @@ class RecordKeeper:
             tenant=spec.tenant,
             num_tokens=num_tokens,
             start=ref.span.start,
-            size_bytes=num_rows * self._bytes_per_token + num_tokens * PROFILE_BYTES_PER_TOKEN,
+            size_bytes=num_rows * self._bytes_per_token + num_tokens * PROFILE_BYTES_PER_TOKEN + BOOKS_BYTES,
             prefix_hash=ref.prefix_hash,
             prefix_chunks=tuple(before),
             prefix_is_exact=is_exact,
