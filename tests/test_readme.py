@@ -117,7 +117,7 @@ def test_langchain_example_runs(
 
 def test_engine_example_runs(fake: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     """The plain example shows chunks computed first, and reused in another order."""
-    run_example(example("CacheCraftConfig"))
+    run_example(example("out.report.why"))
     decisions = re.findall(r"^(?:north|south) (\w+)", capsys.readouterr().out, flags=re.MULTILINE)
     assert decisions == ["computed", "computed", "reused", "reused"]
 
@@ -128,9 +128,15 @@ def test_documents_example_fits_the_engine(fake: FakeEngine, capsys: pytest.Capt
     assert capsys.readouterr().out.count("dropped:") == 3
 
 
+def test_tiers_example_fits_the_engine(fake: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example on disk and Redis gives settings that exist, and calls methods that exist."""
+    run_example(example(".flush("))
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
 def test_every_example_is_tested() -> None:
     """No Python block of the README is left out of the tests above."""
-    marks = ("llama_index.core", "langchain_core", "CacheCraftConfig", ".purge(")
+    marks = ("llama_index.core", "langchain_core", "out.report.why", ".flush(", ".purge(")
     assert sorted(BLOCKS) == sorted(map(example, marks))
 
 
