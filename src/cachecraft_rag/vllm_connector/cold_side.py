@@ -180,7 +180,10 @@ class ColdSide:
         """Writes and reads for the workers, since the last call."""
         self._take_found()
         self._start_flushes()
-        writes, self._writes = tuple(self._writes), []
+        # What is written while its text is being dropped would be dropped with it.
+        held = [meta for meta in self._writes if self._is_dropped((meta.tenant, meta.key))]
+        writes = tuple(meta for meta in self._writes if meta not in held)
+        self._writes = held
         reads, self._reads = tuple(self._reads), []
         return writes, reads
 
