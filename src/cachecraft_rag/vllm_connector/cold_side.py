@@ -104,7 +104,7 @@ class ColdSide:
         self._writes: list[RecordMeta] = []
         self._tier_of: dict[int, str] = {}
         self._flushes: list[Future[None]] = []
-        self._dropping: list[tuple[Future[int], Callable[[Wanted], bool]]] = []
+        self._dropping: list[tuple[Future[Any], Callable[[Wanted], bool]]] = []
         self._faults: list[Exception] = []  # of drops; the changer's own
 
     @property
@@ -180,12 +180,16 @@ class ColdSide:
         """Writes and reads for the workers, since the last call."""
         self._take_found()
         self._start_flushes()
-        # What is written while its text is being dropped would be dropped with it.
-        held = [meta for meta in self._writes if self._is_dropped((meta.tenant, meta.key))]
-        writes = tuple(meta for meta in self._writes if meta not in held)
+        going = {each.wanted for each in self._writing.values() if each.is_dropped}
+        held: list[RecordMeta] = []
+        writes: list[RecordMeta] = []
+        for meta in self._writes:
+            # What is written while its text is being dropped would be dropped with it.
+            wanted = meta.tenant, meta.key
+            (held if wanted in going or self._is_dropped(wanted) else writes).append(meta)
         self._writes = held
         reads, self._reads = tuple(self._reads), []
-        return writes, reads
+        return tuple(writes), reads
 
     def take_facts(self, facts: Mapping[int, ColdFacts]) -> None:
         """What the ranks did, by rank."""
@@ -229,7 +233,8 @@ class ColdSide:
         copied = writing.copied
         if not is_whole or writing.is_dropped or not self._is_current(writing.meta):
             # What a copy was made of is not its own to withdraw.
-            self._change(self._cold.withdraw, writing.meta, copied.copy_to if copied else None)
+            withdrawn = self._change(self._cold.withdraw, writing.meta, copied.copy_to if copied else None)
+            self._dropping.append((withdrawn, lambda wanted: wanted == writing.wanted))
         elif copied is None:
             self._change(self._publish, writing.meta, entries, tiers)
         else:
@@ -246,10 +251,11 @@ class ColdSide:
         doc_id = meta.document.doc_id if meta.document else None
         return self._store.generation(meta.tenant, doc_id, meta.key) == meta.generation
 
-    def _change(self, change: Callable[..., None], *arguments: Any) -> None:
+    def _change(self, change: Callable[..., None], *arguments: Any) -> Future[None]:
         future = self._changer.submit(change, *arguments)
         self._publishing.add(future)
         future.add_done_callback(self._note_changed)
+        return future
 
     def _note_changed(self, future: Future[None]) -> None:
         self._publishing.discard(future)
@@ -286,6 +292,9 @@ class ColdSide:
         the tiers goes too: it would come back into what has dropped it."""
         for wanted in [each for each in self._finding if is_going(each)]:
             del self._finding[wanted]
+        for meta in [each for each in self._writes if is_going((each.tenant, each.key))]:
+            self._writes.remove(meta)
+            self._writing.pop(meta.record_id, None)
         under_way: list[Loading | Writing] = [*self._loading.values(), *self._writing.values()]
         for each in under_way:
             each.is_dropped = each.is_dropped or is_going(each.wanted)

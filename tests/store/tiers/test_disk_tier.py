@@ -655,9 +655,9 @@ def test_killed_writers_lose_nothing(make_disk_tier: MakeTier) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_killed_writers_lose_nothing(make_disk_tier: MakeTier) -> None:
-    """The same a hundred times on one folder."""
-    kill_writers(make_disk_tier, num_kills=100, seed=1000)
+def test_two_hundred_killed_writers_lose_nothing(make_disk_tier: MakeTier) -> None:
+    """The same two hundred times on one folder."""
+    kill_writers(make_disk_tier, num_kills=200, seed=1000)
 
 
 STEPS = frozenset(
