@@ -50,6 +50,7 @@ def vllm_config(**changes: object) -> Config:
         ),
         cache_config=Config(cache_dtype="auto"),
         parallel_config=Config(tensor_parallel_size=1),
+        device_config=Config(device_type="cpu"),
     )
     for path, value in changes.items():
         *parents, name = path.split("__")
@@ -81,6 +82,7 @@ def test_equal_facts_give_equal_namespaces() -> None:
         {"model_config__hf_text_config__rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
         {"cache_config__cache_dtype": "fp8"},
         {"parallel_config__tensor_parallel_size": 2},
+        {"device_config__device_type": "cuda"},
         {"version": "0.32.1"},
     ],
 )
