@@ -163,6 +163,39 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return byte_level_tokenizer()
 
 
+def _save_tiny_llama(folder: Path, tokenizer: PreTrainedTokenizerFast, **settings: Any) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        **settings,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def save_tiny_llama() -> Callable[..., Path]:
+    """Saves a random Llama with 2 layers; takes the folder, a tokenizer, and further settings."""
+    return _save_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Folder of a random Llama with 2 layers, for real engines."""
+    return _save_tiny_llama(tmp_path_factory.mktemp("tiny-model"), tokenizer)
+
+
 @pytest.fixture
 def backend(tokenizer: PreTrainedTokenizerFast) -> FakeBackend:
     return FakeBackend(tokenizer)

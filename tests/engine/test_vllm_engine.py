@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,33 +26,6 @@ RIVER = Chunk("The river flows from the hills through three towns to the sea.", 
 QUEEN = Chunk("The queen answered the letter of the captain in June.", doc_id="queen")
 MESSAGES = [{"role": "user", "content": f"{RIVER.text}\n\n{QUEEN.text}\n\nWho wrote it?"}]
 SWAPPED = [{"role": "user", "content": f"{QUEEN.text}\n\n{RIVER.text}\n\nWho wrote it?"}]
-
-
-def save_tiny_llama(folder: Path, tokenizer, **settings) -> Path:
-    """A random Llama with 2 layers."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        **settings,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny-model"), tokenizer)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -228,7 +201,9 @@ def test_script_without_main_guard_is_told(tmp_path: Path, tiny_model: Path) -> 
     assert 'if __name__ == "__main__":' in finished.stderr
 
 
-def test_model_whose_keys_cannot_be_moved_is_computed_in_full(tmp_path: Path, tokenizer) -> None:
+def test_model_whose_keys_cannot_be_moved_is_computed_in_full(
+    tmp_path: Path, tokenizer, save_tiny_llama: Callable[..., Path]
+) -> None:
     """A dynamic rope rules reuse out: the engine answers all the same and the report says why."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     model = save_tiny_llama(tmp_path, tokenizer, rope_parameters=rope)

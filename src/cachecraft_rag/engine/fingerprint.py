@@ -7,15 +7,13 @@ hashed, at the speed of the disk and once: digests are remembered with the file'
 from __future__ import annotations
 
 import json
-import logging
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from cachecraft_rag.engine.remembered import load_facts, save_facts
 from cachecraft_rag.models import cache_dir
-
-logger = logging.getLogger(__name__)
 
 SUFFIXES = frozenset(
     {".json", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".model", ".txt", ".jinja", ".py"}
@@ -35,8 +33,10 @@ def model_fingerprint(name: str, revision: str | None) -> str:
     if folder is None:
         return f"{name}@{revision}"
     files = [path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES and path.is_file()]
-    with _RememberedDigests(cache_dir() / "fingerprints.json") as digests:
-        return _hash([json.dumps([[path.name, digests.of(path)] for path in files]).encode()])
+    digests = _Digests(cache_dir() / "fingerprints.json")
+    named = [[path.name, digests.of(path)] for path in files]
+    digests.save()
+    return _hash([json.dumps(named).encode()])
 
 
 def _folder_of(name: str, revision: str | None) -> Path | None:
@@ -51,31 +51,18 @@ def _folder_of(name: str, revision: str | None) -> Path | None:
     return None
 
 
-class _RememberedDigests:
-    """Digests of files by path, size and time of change, in a file of the cache folder. Losing it costs
-    time and nothing else."""
+class _Digests:
+    """Digests of files by path, size and time of change, remembered in a file of the cache folder. Losing
+    it costs time and nothing else."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[str, list[object]] = {}
         self._is_changed = False
-
-    def __enter__(self) -> _RememberedDigests:
-        with suppress(OSError, ValueError):
-            known = json.loads(self._path.read_text(encoding="utf-8"))
-            self._known = known if isinstance(known, dict) else {}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._is_changed:
-            return
-        scratch = self._path.with_suffix(f".{os.getpid()}-{id(self)}")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            scratch.write_text(json.dumps(self._known), encoding="utf-8")
-            scratch.replace(self._path)
-        except OSError as error:
-            logger.warning("digests of model files are not remembered: %s", error)
+            known = load_facts(path)
+        except (OSError, ValueError):
+            known = {}
+        self._known: dict[str, Any] = known if isinstance(known, dict) else {}
 
     def of(self, path: Path) -> str:
         path = path.resolve()
@@ -89,6 +76,10 @@ class _RememberedDigests:
         self._known[str(path)] = [stamp, digest]
         self._is_changed = True
         return digest
+
+    def save(self) -> None:
+        if self._is_changed:
+            save_facts(self._path, self._known)
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
