@@ -11,6 +11,7 @@ from cachecraft_rag.engine.engine import CacheCraftEngine
 from cachecraft_rag.engine.options import CallOptions
 from cachecraft_rag.engine.registry import shared_engine
 from cachecraft_rag.engine.self_test import SelfTestResult
+from cachecraft_rag.engine.tools import StructuredOutput, Tool, ToolCall
 
 __all__ = [
     "CacheCraftEngine",
@@ -24,5 +25,8 @@ __all__ = [
     "Message",
     "SamplingOptions",
     "SelfTestResult",
+    "StructuredOutput",
+    "Tool",
+    "ToolCall",
     "shared_engine",
 ]

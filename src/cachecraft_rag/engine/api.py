@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
 from cachecraft_rag.chunks import Chunk
+from cachecraft_rag.engine.tools import StructuredOutput, ToolCall
 from cachecraft_rag.errors import InvalidRequestError
 from cachecraft_rag.events import ReuseReport
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
 """Key of vLLM's `extra_args` under which a request speaks to its KV connector."""
 Message = Mapping[str, Any]
-"""A chat message: `{"role": str, "content": str | list of {"type": "text", "text": str}}`."""
+"""A chat message: `{"role": str, "content": str | list of {"type": "text", "text": str}}`; in OpenAI's form
+an assistant's may also have `tool_calls`, and a tool's `tool_call_id` and `name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,7 @@ class SamplingOptions:
         stop: texts that end the answer; they are not part of it.
         logprobs: also return the log-probabilities of this many tokens at each step.
         seed: makes `temperature > 0` repeatable.
+        structured: a form that the answer must have.
         extra_args: what a logits processor of your own reads (vLLM's `SamplingParams.extra_args`).
 
     Raises:
@@ -40,6 +43,7 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    structured: StructuredOutput | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,6 +53,10 @@ class SamplingOptions:
             raise InvalidRequestError(f"temperature is {self.temperature!r}: it must not be negative")
         if not 0 < self.top_p <= 1:
             raise InvalidRequestError(f"top_p is {self.top_p!r}: it must lie in (0, 1]")
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise InvalidRequestError(
+                f"structured is a {type(self.structured).__name__}: pass a StructuredOutput"
+            )
         if KV_TRANSFER_PARAMS in self.extra_args:
             raise InvalidRequestError(f"extra_args holds {KV_TRANSFER_PARAMS!r}, which is the engine's own")
         if self.min_tokens > self.max_tokens:
@@ -82,7 +90,8 @@ class Completion:
 
     Attributes:
         logprobs: one mapping token id → log-probability per generated token, if asked for.
-        finish_reason: "stop", "length" or "abort".
+        text: what stands before the tool calls, if there are any.
+        finish_reason: "stop", "length", "abort" or, if tools are to be called, "tool_calls".
     """
 
     text: str
@@ -91,6 +100,7 @@ class Completion:
     report: ReuseReport
     prompt_token_ids: tuple[int, ...] = ()
     logprobs: tuple[Mapping[int, float], ...] | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -100,10 +110,21 @@ class Completion:
     def num_completion_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def num_cache_read_tokens(self) -> int:
+        """Prompt tokens whose KV was taken over; recomputed ones are not among them."""
+        return min(self.report.num_reused_tokens, self.num_prompt_tokens)
+
+    @property
+    def num_cache_creation_tokens(self) -> int:
+        """Prompt tokens whose KV was stored for later requests, none of them counted as read too."""
+        return min(self.report.num_stored_tokens, self.num_prompt_tokens - self.num_cache_read_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """A piece of a streamed answer; the last one carries the whole `Completion`."""
+    """A piece of a streamed answer; the last one carries the whole `Completion`. Tool calls come with it
+    only: no piece holds the text they were written in."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -115,13 +136,20 @@ class ChatEngine(Protocol):
     """The part of `CacheCraftEngine` that adapters use; `testing.FakeEngine` has it too.
 
     Keyword arguments of all calls: `chunks`, `reuse` ("auto", "off", "exact" or a strategy name),
-    `recompute_ratio`, `granularity`, `tenant`, `store`, and the fields of `SamplingOptions`.
+    `recompute_ratio`, `granularity`, `tenant`, `store`, and the fields of `SamplingOptions`; of chats also
+    `tools`, `tool_choice` and `parallel_tool_calls` (see `ToolOptions`).
     """
 
     @property
     def model_name(self) -> str: ...
     @property
     def max_model_len(self) -> int: ...
+    @property
+    def is_started(self) -> bool: ...
+    @property
+    def has_tool_parser(self) -> bool: ...
+
+    def encode(self, text: str) -> list[int]: ...
 
     def chat(
         self, messages: Sequence[Message], *, chunks: Sequence[Chunk] = (), **options: Any
@@ -146,4 +174,12 @@ class ChatEngine(Protocol):
     ) -> AsyncIterator[CompletionDelta]: ...
 
     def prefetch(self, chunks: Sequence[Chunk], *, tenant: str | None = None) -> None: ...
+    def warm(
+        self, chunks: Sequence[Chunk], *, system: str | None = None, tenant: str | None = None
+    ) -> int: ...
+    def replace(
+        self, doc_id: str, version: str | None, chunks: Sequence[Chunk], *, tenant: str | None = None
+    ) -> int: ...
+    def invalidate(self, doc_id: str, version: str | None = None, *, tenant: str | None = None) -> int: ...
+    def invalidate_chunk(self, chunk: Chunk | str, *, tenant: str | None = None) -> int: ...
     def close(self) -> None: ...

@@ -52,7 +52,9 @@ T = TypeVar("T")
 # compiling takes 50 s of start-up where eager takes 12 s.
 _CPU_DEFAULTS: Mapping[str, Any] = {"enforce_eager": True, "block_size": 32}
 _CPU_KV_BYTES = 2 * 1024**3
-_SAMPLING_FIELDS = dataclasses.fields(SamplingOptions)
+_SAMPLING_FIELDS = tuple(
+    field.name for field in dataclasses.fields(SamplingOptions) if field.name != "structured"
+)
 _SHUTDOWN_TIMEOUT_S = 20.0
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
@@ -251,7 +253,7 @@ def _prompt(request: BackendRequest) -> Any:
 
 
 def _sampling_params(request: BackendRequest) -> SamplingParams:
-    options = {field.name: getattr(request.sampling, field.name) for field in _SAMPLING_FIELDS}
+    options = {name: getattr(request.sampling, name) for name in _SAMPLING_FIELDS}
     extra_args = dict(request.sampling.extra_args)
     if request.params:
         extra_args[KV_TRANSFER_PARAMS] = dict(request.params)

@@ -77,12 +77,22 @@ class EngineLifecycle:
         return self._started().max_model_len
 
     @property
+    def has_tool_parser(self) -> bool:
+        """Whether tool calls are read out of answers that were not bound to be one."""
+        return False
+
+    @property
     def is_started(self) -> bool:
         return self._is_ready and not self._is_closed
 
     @property
     def is_closed(self) -> bool:
         return self._is_closed
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text by itself: no special token is added, and none that it spells is read as one.
+        Starts the engine."""
+        return list(self._started().segment_tokenizer.encode_chunk(text, remember=False))
 
     def start(self) -> None:
         """Start vLLM now instead of at the first call. Does nothing if it runs.

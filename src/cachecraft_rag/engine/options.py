@@ -9,6 +9,7 @@ from typing import Any
 from cachecraft_rag.chunks import SHARED_TENANT, Chunk
 from cachecraft_rag.config import REUSE_MODES, check_ratio
 from cachecraft_rag.engine.api import Message, SamplingOptions
+from cachecraft_rag.engine.tools import ToolOptions, check_tools
 from cachecraft_rag.errors import InvalidRequestError
 
 _FLAGS = ("store", "precision_critical", "read_prefix_cache")
@@ -29,6 +30,7 @@ class CallOptions:
         precision_critical: compute in full, whatever `reuse` says.
         read_prefix_cache: False keeps the request apart from vLLM's own prefix cache, for measuring:
             it finds nothing there and leaves nothing that a later request finds.
+        tools: `tools`, `tool_choice` and `parallel_tool_calls` of a chat.
 
     Raises:
         InvalidRequestError: a value breaks its rule.
@@ -41,6 +43,7 @@ class CallOptions:
     store: bool = True
     precision_critical: bool = False
     read_prefix_cache: bool = True
+    tools: ToolOptions = field(default_factory=ToolOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
 
     def __post_init__(self) -> None:
@@ -53,6 +56,11 @@ class CallOptions:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} is {getattr(self, name)!r}: it must be True or False")
+        if self.tools.is_forced and self.sampling.structured is not None:
+            raise InvalidRequestError(
+                f"tool_choice is {self.tools.choice!r} and structured is given: an answer cannot be a tool "
+                "call and keep another form, so leave one of them out"
+            )
 
     @classmethod
     def from_kwargs(cls, options: Mapping[str, Any]) -> CallOptions:
@@ -67,9 +75,14 @@ class CallOptions:
                 f"tenant is {SHARED_TENANT!r}, which answers nothing: fill it with warm(), and mark "
                 "chunks with is_shared=True to read it from any tenant"
             )
-        ours = {name: value for name, value in options.items() if name in _OWN_NAMES}
-        sampling = {name: value for name, value in options.items() if name not in _OWN_NAMES}
-        return cls(**ours, sampling=SamplingOptions.from_kwargs(sampling))
+        left = dict(options)
+        tools = ToolOptions(
+            check_tools(left.pop("tools", None)),
+            left.pop("tool_choice", "auto"),
+            left.pop("parallel_tool_calls", True),
+        )
+        ours = {name: left.pop(name) for name in _OWN_NAMES & left.keys()}
+        return cls(**ours, tools=tools, sampling=SamplingOptions.from_kwargs(left))
 
 
 _OWN_NAMES = frozenset({"reuse", "recompute_ratio", "granularity", "tenant", *_FLAGS})

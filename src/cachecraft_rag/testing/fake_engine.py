@@ -6,6 +6,7 @@ the real engine: a chunk seen for the first time is computed, later it is reused
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -19,9 +20,7 @@ from cachecraft_rag.engine.reports import absent_chunk
 from cachecraft_rag.engine.router import asked_for_full
 from cachecraft_rag.errors import EngineClosedError
 from cachecraft_rag.events import ChunkDecision, ChunkReport, Reason, RequestDecision, ReuseReport
-
-Reply = str | Sequence[str] | Callable[[str], str]
-"""One answer for every call, one per call in turn (the last repeats), or prompt → answer."""
+from cachecraft_rag.testing.answers import FakeAnswer, Reply, in_form, tool_calls
 
 _DEFAULT_TENANT = "default"
 
@@ -51,8 +50,12 @@ class FakeEngine:
     passed with this call, with an earlier one, or to `prefetch`. Arguments are checked as by the
     real engine, so a test also finds an unknown option or a chunk that is a plain string.
 
+    Where a call is bound to a form (a forced tool, `structured`), a canned text that has not that form
+    gives way to an example that has.
+
     Args:
         reply: what to answer; see `Reply`.
+        has_tool_parser: what the property says; tool calls are answered either way.
 
     Example:
         engine = FakeEngine("Paris")
@@ -61,13 +64,19 @@ class FakeEngine:
     """
 
     def __init__(
-        self, reply: Reply = "fake answer", *, model_name: str = "fake-model", max_model_len: int = 4096
+        self,
+        reply: Reply = "fake answer",
+        *,
+        model_name: str = "fake-model",
+        max_model_len: int = 4096,
+        has_tool_parser: bool = True,
     ) -> None:
         self.calls: list[FakeCall] = []
         self._reply = reply
         self._num_replies = 0
         self._model_name = model_name
         self._max_model_len = max_model_len
+        self._has_tool_parser = has_tool_parser
         self._known: dict[str, dict[str, Chunk]] = {}
         self._prefixes: dict[tuple[str, str], set[str]] = {}
         self._is_closed = False
@@ -81,6 +90,14 @@ class FakeEngine:
         return self._max_model_len
 
     @property
+    def is_started(self) -> bool:
+        return not self._is_closed
+
+    @property
+    def has_tool_parser(self) -> bool:
+        return self._has_tool_parser
+
+    @property
     def is_closed(self) -> bool:
         return self._is_closed
 
@@ -88,6 +105,9 @@ class FakeEngine:
     def last_call(self) -> FakeCall:
         """The newest call; IndexError when there was none."""
         return self.calls[-1]
+
+    def encode(self, text: str) -> list[int]:
+        return list(_token_ids(_words(text)))
 
     def chat(
         self, messages: Sequence[Message], *, chunks: Sequence[Chunk] = (), **options: Any
@@ -126,10 +146,34 @@ class FakeEngine:
         return _as_async(_deltas(self._complete("astream_complete", prompt, chunks, options)))
 
     def prefetch(self, chunks: Sequence[Chunk], *, tenant: str | None = None) -> None:
-        self._refuse_if_closed()
-        chosen = check_chunks(chunks)
-        self.calls.append(FakeCall("prefetch", chunks=chosen, options={"tenant": tenant}))
-        self._remember(tenant or _DEFAULT_TENANT, chosen)
+        self._record("prefetch", chunks, tenant=tenant)
+
+    def warm(
+        self, chunks: Sequence[Chunk], *, system: str | None = None, tenant: str | None = None, **options: Any
+    ) -> int:
+        chosen = self._record("warm", chunks, system=system, tenant=tenant, **options)
+        texts = {chunk.text.strip() for chunk in chosen if chunk.text.strip()}
+        for text in texts:
+            self._prefixes.setdefault((tenant or _DEFAULT_TENANT, text), set()).add(system or "")
+        return len(texts)
+
+    def replace(
+        self, doc_id: str, version: str | None, chunks: Sequence[Chunk], *, tenant: str | None = None
+    ) -> int:
+        kept = {chunk.text.strip() for chunk in check_chunks(chunks)}
+        dropped = self._drop(tenant, lambda chunk: chunk.doc_id == doc_id and chunk.text.strip() not in kept)
+        named = [Chunk(chunk.text, doc_id, version, chunk.is_shared) for chunk in chunks]
+        self._record("replace", named, doc_id=doc_id, version=version, tenant=tenant)
+        return dropped
+
+    def invalidate(self, doc_id: str, version: str | None = None, *, tenant: str | None = None) -> int:
+        self._record("invalidate", (), doc_id=doc_id, version=version, tenant=tenant)
+        return self._drop(tenant, lambda chunk: chunk.doc_id == doc_id and version in (None, chunk.version))
+
+    def invalidate_chunk(self, chunk: Chunk | str, *, tenant: str | None = None) -> int:
+        named = Chunk(chunk) if isinstance(chunk, str) else chunk
+        self.calls.append(FakeCall("invalidate_chunk", chunks=(named,), options={"tenant": tenant}))
+        return self._drop(tenant, lambda known: known.text.strip() == named.text.strip())
 
     def close(self) -> None:
         self._is_closed = True
@@ -151,16 +195,36 @@ class FakeEngine:
     ) -> Completion:
         return self._answer(FakeCall(method, check_prompt(prompt), (), check_chunks(chunks), dict(options)))
 
+    def _record(self, method: str, chunks: Sequence[Chunk], **options: Any) -> tuple[Chunk, ...]:
+        """Note a call that answers nothing, and remember its chunks."""
+        self._refuse_if_closed()
+        chosen = check_chunks(chunks)
+        self.calls.append(FakeCall(method, chunks=chosen, options=options))
+        self._remember(options["tenant"] or _DEFAULT_TENANT, chosen)
+        return chosen
+
+    def _drop(self, tenant: str | None, is_meant: Callable[[Chunk], bool]) -> int:
+        """Forget the chunks that are meant; how many of them were stored."""
+        owner = tenant or _DEFAULT_TENANT
+        known = self._known.get(owner, {})
+        texts = [text for text, chunk in known.items() if is_meant(chunk)]
+        for text in texts:
+            del known[text]
+        return sum(self._prefixes.pop((owner, text), None) is not None for text in texts)
+
     def _answer(self, call: FakeCall) -> Completion:
         self._refuse_if_closed()
         options = CallOptions.from_kwargs(call.options)
         self.calls.append(call)
-        words = _words(self._next_reply(call.prompt))
+        answer = in_form(self._next_reply(call.prompt), options)
+        words = _words(answer.text)
         kept = words[: options.sampling.max_tokens]
+        finished = "tool_calls" if answer.tool_calls else "stop"
         return Completion(
             text="".join(kept),
             token_ids=_token_ids(kept),
-            finish_reason="stop" if len(kept) == len(words) else "length",
+            finish_reason=finished if len(kept) == len(words) else "length",
+            tool_calls=tool_calls(answer, len(self.calls)),
             report=self._report(call, options),
             prompt_token_ids=_token_ids(_words(call.prompt)),
             logprobs=_fake_logprobs(kept) if options.sampling.logprobs is not None else None,
@@ -170,10 +234,10 @@ class FakeEngine:
         if self._is_closed:
             raise EngineClosedError("this FakeEngine was closed: make another one")
 
-    def _next_reply(self, prompt: str) -> str:
+    def _next_reply(self, prompt: str) -> str | FakeAnswer:
         if callable(self._reply):
             return self._reply(prompt)
-        if isinstance(self._reply, str):
+        if isinstance(self._reply, (str, FakeAnswer)):
             return self._reply
         index = min(self._num_replies, len(self._reply) - 1)
         self._num_replies += 1
@@ -230,8 +294,15 @@ class FakeEngine:
 
 
 def render_messages(messages: Sequence[Message]) -> str:
-    """The fake's chat template: one `role: content` line per message."""
-    return "\n".join(f"{message['role']}: {_content(message['content'])}" for message in messages)
+    """The fake's chat template: one `role: content` line per message, its tool calls behind it."""
+    return "\n".join(
+        f"{message['role']}: {_content(message['content'])}{_written(message.get('tool_calls'))}"
+        for message in messages
+    )
+
+
+def _written(tool_calls: Any) -> str:
+    return "".join(f" {json.dumps(call['function'], sort_keys=True)}" for call in tool_calls or ())
 
 
 def _content(content: Any) -> str:
