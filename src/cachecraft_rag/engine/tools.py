@@ -9,7 +9,7 @@ from typing import Any
 from cachecraft_rag.errors import InvalidRequestError
 
 Tool = Mapping[str, Any]
-"""In OpenAI's form: `{"type": "function", "function": {"name": str, "description": str, "parameters": dict}}`,
+"""In OpenAI's form: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}`,
 where `parameters` is a JSON schema."""
 TOOL_CHOICES = ("auto", "none", "required")
 
