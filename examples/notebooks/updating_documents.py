@@ -90,21 +90,49 @@ from langchain_core.documents import Document as LangChainDocument
 from langchain_core.indexing import InMemoryRecordManager
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from cachecraft_rag.langchain import (
-    CacheCraftRetriever,
-    ChatCacheCraft,
-    create_cachecraft_rag_chain,
+from cachecraft_rag import langchain as cachecraft
+
+chat_model = cachecraft.ChatCacheCraft(**MODEL)
+store = InMemoryVectorStore(cachecraft.DefaultEmbeddings())
+records = InMemoryRecordManager("notebook")
+records.create_schema()
+retriever = cachecraft.CacheCraftRetriever(
+    base_retriever=store.as_retriever(search_kwargs={"k": 3}), llm=chat_model
 )
-from cachecraft_rag.langchain import (
-    index as index_documents,
-)
-
-chat_model = ChatCacheCraft(**MODEL)
+chain = cachecraft.create_cachecraft_rag_chain(retriever, chat_model)
 
 
-class ByLength(CacheCraftRetriever):
-    """All documents, in the order of their length: no embedding is needed for this page."""
+def index_again(texts):
+    """Make `texts` (document id → text) the content of the vector store."""
+    documents = [LangChainDocument(text, metadata={"source": doc_id}) for doc_id, text in texts.items()]
+    return cachecraft.index(
+        documents,
+        records,
+        store,
+        llm=chat_model,
+        cleanup="full",
+        source_id_key="source",
+        key_encoder="blake2b",
+    )
 
+
+texts = {passage["doc_id"]: passage["text"] for passage in passages}
+print(index_again(texts))
+chain.invoke({"input": QUESTION})
+chain.invoke({"input": "Tell me: " + QUESTION})
+show(chat_model.last_report)
+
+# %% [markdown]
+# One document is changed, one is left out. The clean-up deletes two from the vector store and adds
+# one; the others keep their KV.
+
+# %%
+changed_id, removed_id = [chunk.doc_id for chunk in chat_model.last_report.chunks[:2]]
+texts[changed_id] += " This was corrected in November 2026."
+del texts[removed_id]
+print(index_again(texts))
+chain.invoke({"input": QUESTION})
+show(chat_model.last_report)
 
 # %%
 llm.engine.close()

@@ -91,7 +91,6 @@ from langchain_core.vectorstores import InMemoryVectorStore
 
 from cachecraft_rag import langchain as cachecraft_langchain
 
-
 store = InMemoryVectorStore(cachecraft_langchain.DefaultEmbeddings())
 store.add_documents(
     [LangChainDocument(passage["text"], id=passage["doc_id"]) for passage in passages],
