@@ -121,9 +121,7 @@ def _table(chunks: Iterable[ChunkReport]) -> str:
 
 def _row(cells: Iterable[object], tag: str) -> str:
     style = f"text-align:left;vertical-align:top;padding:2px 8px;border-bottom:{_LINE}"
-    return (
-        "<tr>" + "".join(f'<{tag} style="{style}">{escape(str(cell))}</{tag}>' for cell in cells) + "</tr>"
-    )
+    return "<tr>" + "".join(f'<{tag} style="{style}">{escape(str(cell))}</{tag}>' for cell in cells) + "</tr>"
 
 
 def _cells(number: int, chunk: ChunkReport) -> tuple[object, ...]:
