@@ -28,6 +28,7 @@ from cachecraft_rag.report_view import (
     Part,
     cells_of,
     count_fates,
+    document_of,
     exactness,
     figures,
     parts_of,
@@ -240,7 +241,7 @@ def test_nothing_reused_is_explained_first() -> None:
     chunks = [late, late, make_chunk(COMPUTED)]
     report = make_report(*chunks, reason=Reason.TOO_MANY_MISSING, detail="2 of 3 are missing.")
     first = f"Nothing was reused. {Reason.TOO_MANY_MISSING.sentence} 2 of 3 are missing."
-    assert sentences(report) == [first, f"2 of 3 chunks: {Reason.TOO_SHORT.sentence}"]
+    assert sentences(report)[:2] == [first, f"2 of 3 chunks: {Reason.TOO_SHORT.sentence}"]
     for shown in both(report):
         assert shown.strip().startswith(first)
         assert f"2 of 3 chunks: {Reason.TOO_SHORT.sentence}" in shown
@@ -248,8 +249,16 @@ def test_nothing_reused_is_explained_first() -> None:
 
 def test_the_same_reason_is_not_said_twice() -> None:
     """Where the chunks' reason is the request's, one sentence is enough."""
-    [sentence] = sentences(make_report(make_chunk(COMPUTED)))
-    assert sentence == f"Nothing was reused. {Reason.NOT_CACHED.sentence}"
+    report = make_report(make_chunk(COMPUTED))
+    first = f"Nothing was reused. {Reason.NOT_CACHED.sentence}"
+    assert sentences(report) == [first, figures(report), exactness(report)]
+
+
+def test_a_long_version_is_shortened() -> None:
+    """LangChain's and LlamaIndex's hashes of a text must not fill the table."""
+    assert document_of(make_chunk(EXACT, version="0123456789abcdef")) == "doc (0123456789ab…)"
+    assert document_of(make_chunk(EXACT, version=None)) == "doc"
+    assert document_of(make_chunk(EXACT, version=None, doc_id=None)) == "–"
 
 
 @pytest.mark.parametrize(

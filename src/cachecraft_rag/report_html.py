@@ -17,8 +17,6 @@ from cachecraft_rag.report_view import (
     count_fates,
     decision_of,
     document_of,
-    exactness,
-    figures,
     parts_of,
     parts_of_piece,
     sentences,
@@ -30,14 +28,12 @@ _HEADINGS = ("#", "document", "start", "tokens", "decision", "reused", "recomput
 
 
 def report_html(report: ReuseReport) -> str:
-    """The sentence, the figures, the prompt in colours if the report knows it, and a row per chunk."""
-    why, *others = sentences(report)
+    """Sentences and figures, the prompt in colours if the report knows it, and a row per chunk."""
+    first, *others = sentences(report)
     parts = parts_of(report)
     content = (
-        _div(escape(why), "font-size:115%;font-weight:bold"),
+        _div(escape(first), "font-size:115%;font-weight:bold"),
         *(_div(escape(sentence)) for sentence in others),
-        _div(escape(figures(report))),
-        _div(escape(exactness(report))),
         _bar(parts, "height:14px;margin:6px 0"),
         _legend(count_fates(parts)),
         _prompt(report, parts),
@@ -115,7 +111,8 @@ def _table(chunks: Iterable[ChunkReport]) -> str:
     rows = "".join(_row(_cells(number, chunk), "td") for number, chunk in enumerate(chunks, start=1))
     if not rows:
         return ""
-    style = "border-collapse:collapse;margin-top:10px;font-size:90%"
+    # A page in quirks mode does not hand its text colour down to tables.
+    style = "color:inherit;border-collapse:collapse;margin-top:10px;font-size:90%"
     return f'<table style="{style}">{_row(_HEADINGS, "th")}{rows}</table>'
 
 

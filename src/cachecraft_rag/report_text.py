@@ -16,8 +16,6 @@ from cachecraft_rag.report_view import (
     cells_of,
     decision_of,
     document_of,
-    exactness,
-    figures,
     parts_of,
     sentences,
 )
@@ -37,15 +35,13 @@ class ReportBar:
 
 
 def report_text(report: ReuseReport) -> RenderableType:
-    """The sentence, the bar with its legend, the figures, and a table with a row per chunk."""
-    why, *others = sentences(report)
+    """Sentences and figures, the bar with its legend, and a table with a row per chunk."""
+    first, *others = sentences(report)
     return Group(
-        Text(why, style="bold"),
+        Text(first, style="bold"),
         *map(Text, others),
         ReportBar(report),
         legend(),
-        Text(figures(report)),
-        Text(exactness(report)),
         *(_chunks(report) if report.chunks else ()),
     )
 

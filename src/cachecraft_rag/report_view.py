@@ -11,6 +11,7 @@ from itertools import accumulate
 from cachecraft_rag.events import ChunkDecision, ChunkReport, PromptPiece, Reason, ReuseReport
 
 NONE = "–"
+MAX_VERSION_CHARS = 12
 
 
 class Fate(enum.Enum):
@@ -101,15 +102,16 @@ def chunks_in_prompt(report: ReuseReport) -> list[ChunkReport]:
 
 
 def sentences(report: ReuseReport) -> list[str]:
-    """Why it came so, the first sentence first; where nothing was reused, also what most chunks say."""
+    """What there is to say of the request, the most important first: how much was reused, or why nothing
+    was, with the reason that most chunks give."""
     if report.num_reused_tokens:
-        return [report.why]
+        return [figures(report), exactness(report), report.why]
     found = [f"Nothing was reused. {report.why}"]
     reasons = Counter(chunk.reason for chunk in report.chunks)
     for reason, count in reasons.most_common(1):
         if reason is not report.reason:
             found.append(f"{count} of {len(report.chunks)} chunks: {reason.sentence}")
-    return found
+    return [*found, figures(report), exactness(report)]
 
 
 def figures(report: ReuseReport) -> str:
@@ -134,9 +136,12 @@ def exactness(report: ReuseReport) -> str:
 
 
 def document_of(chunk: ChunkReport) -> str:
-    """The document's id and version, as far as there are any."""
-    version = f" ({chunk.version})" if chunk.version else ""
-    return f"{chunk.doc_id}{version}" if chunk.doc_id else NONE
+    """The document's id and the begin of its version, which may be a long hash."""
+    if not chunk.doc_id:
+        return NONE
+    version = chunk.version or ""
+    short = version if len(version) <= MAX_VERSION_CHARS else f"{version[:MAX_VERSION_CHARS]}…"
+    return f"{chunk.doc_id} ({short})" if short else chunk.doc_id
 
 
 def decision_of(chunk: ChunkReport) -> str:
