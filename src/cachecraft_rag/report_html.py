@@ -112,8 +112,9 @@ def _table(chunks: Iterable[ChunkReport]) -> str:
     if not rows:
         return ""
     # A page in quirks mode does not hand its text colour down to tables.
-    style = "color:inherit;border-collapse:collapse;margin-top:10px;font-size:90%"
-    return f'<table style="{style}">{_row(_HEADINGS, "th")}{rows}</table>'
+    style = "color:inherit;border-collapse:collapse;min-width:62em;font-size:90%"
+    table = f'<table style="{style}">{_row(_HEADINGS, "th")}{rows}</table>'
+    return _div(table, "overflow-x:auto;margin-top:10px")
 
 
 def _row(cells: Iterable[object], tag: str) -> str:
