@@ -313,7 +313,7 @@ class RunningEngine:
             text="".join(answer.text),
             token_ids=tuple(answer.token_ids),
             finish_reason=answer.finish_reason,
-            report=complete_report(report, ttft_s=answer.ttft_s, absent=prepared.absent),
+            report=complete_report(report, prepared.layout, ttft_s=answer.ttft_s, absent=prepared.absent),
             prompt_token_ids=prepared.layout.token_ids,
             logprobs=tuple(answer.logprobs) if prepared.request.sampling.logprobs is not None else None,
         )
