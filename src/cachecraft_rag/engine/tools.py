@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cachecraft_rag.engine.json_schema import as_json, check_schema
 from cachecraft_rag.errors import InvalidRequestError
 
 Tool = Mapping[str, Any]
@@ -41,7 +42,7 @@ class StructuredOutput:
         choice: the answer is one of these texts.
 
     Raises:
-        InvalidRequestError: none or several are given, or `choice` is empty.
+        InvalidRequestError: none or several are given, `choice` is empty, or `json_schema` is no schema.
     """
 
     json_schema: Mapping[str, Any] | None = None
@@ -56,6 +57,8 @@ class StructuredOutput:
                 f"structured output has {' and '.join(given) or 'no form'}: give exactly one of "
                 "json_schema, json_object, regex and choice"
             )
+        if self.json_schema is not None:
+            check_schema("json_schema", self.json_schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ class ToolOptions:
         parallel: several calls in one answer are allowed.
 
     Raises:
-        InvalidRequestError: a tool has not the form, two have one name, or `choice` names none of them.
+        InvalidRequestError: a tool has not the form, its parameters are no JSON schema, two have one name,
+            or `choice` names none of them.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -97,11 +101,14 @@ class ToolOptions:
 def _name_of(index: int, tool: object) -> str:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name:
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
         raise InvalidRequestError(
             f"tools[{index}] is {tool!r}: a tool has the form "
             '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
         )
+    as_json(f"tools[{index}]", function)
+    if function.get("parameters") is not None:
+        check_schema(f"parameters of tool {name!r}", function["parameters"])
     return name
 
 
