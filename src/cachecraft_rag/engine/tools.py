@@ -93,6 +93,11 @@ class ToolOptions:
         object.__setattr__(self, "names", names)
 
     @property
+    def shown(self) -> tuple[dict[str, Any], ...]:
+        """The tools as chat templates take them; none where none may be called."""
+        return () if self.choice == "none" else tuple(_shown(tool["function"]) for tool in self.tools)
+
+    @property
     def is_forced(self) -> bool:
         """Whether the answer must be a tool call."""
         return bool(self.tools) and self.choice not in ("auto", "none")
@@ -110,6 +115,15 @@ def _name_of(index: int, tool: object) -> str:
     if function.get("parameters") is not None:
         check_schema(f"parameters of tool {name!r}", function["parameters"])
     return name
+
+
+def _shown(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {**function, "parameters": parameters_of(function)}}
+
+
+def parameters_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments; they are an object, even where it does not say so."""
+    return {"type": "object", "properties": {}, **(function.get("parameters") or {})}
 
 
 def check_tools(tools: object) -> tuple[Tool, ...]:
