@@ -219,7 +219,7 @@ def test_metadata_is_the_engines(engine: FakeEngine) -> None:
     """LlamaIndex sees the real window and the length kept free for the answer."""
     metadata = CacheCraftLLM(engine=engine, max_tokens=100).metadata
     assert (metadata.context_window, metadata.num_output) == (4096, 100)
-    assert (metadata.is_chat_model, metadata.is_function_calling_model) == (True, False)
+    assert metadata.is_chat_model
     assert metadata.model_name == "fake-model"
 
 

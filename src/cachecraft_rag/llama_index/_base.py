@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from llama_index.core.base.llms.types import LLMMetadata
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.llms.llm import LLM
+from llama_index.core.llms.function_calling import FunctionCallingLLM
 
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine import CallOptions, ChatEngine
@@ -17,9 +17,8 @@ from cachecraft_rag.events import ReuseReport
 from cachecraft_rag.llama_index._handle import EngineHandle
 
 
-# Not a FunctionCallingLLM: tools are not offered, and its abstract methods would be stubs.
 # Not a CustomLLM: its chat joins messages as plain text, and its async methods block the loop.
-class EngineBackedLLM(LLM):
+class EngineBackedLLM(FunctionCallingLLM):
     """Base of `CacheCraftLLM`, where the arguments are described."""
 
     model: str = Field(default="", description="Model folder or name; empty with an engine of the caller's.")
@@ -90,7 +89,7 @@ class EngineBackedLLM(LLM):
             context_window=self._window(),
             num_output=self.max_tokens,
             is_chat_model=True,
-            is_function_calling_model=False,
+            is_function_calling_model=self.engine.has_tool_parser,
             model_name=self._model_name(),
         )
 

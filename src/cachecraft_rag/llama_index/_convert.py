@@ -11,12 +11,14 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     MessageRole,
     TextBlock,
+    ToolCallBlock,
 )
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.engine.api import Completion, Message
 from cachecraft_rag.errors import InvalidRequestError
+from cachecraft_rag.llama_index._tools import LEGACY_CALLS_KEY, to_blocks, to_openai_call
 
 REPORT_KEY = "cachecraft"
 """Where `additional_kwargs` of a response holds `ReuseReport.to_dict()`."""
@@ -32,35 +34,53 @@ _ROLES = {
 
 def to_engine_messages(messages: Sequence[ChatMessage]) -> list[Message]:
     """Messages as the engine takes them. Text blocks stay apart; the engine joins them by a newline,
-    as `ChatMessage.content` does.
+    as `ChatMessage.content` does. Of `additional_kwargs`, a tool's `tool_call_id` and `name` are read.
 
     Raises:
-        InvalidRequestError: a message holds a block that is no text.
+        InvalidRequestError: a message holds a block that is neither text nor a tool call of the assistant's.
     """
     return [_to_engine_message(index, message) for index, message in enumerate(messages)]
 
 
 def _to_engine_message(index: int, message: ChatMessage) -> Message:
-    texts = [_block_text(index, block) for block in message.blocks]
+    role = _ROLES.get(message.role, message.role.value)
+    texts = [block.text for block in message.blocks if isinstance(block, TextBlock)]
+    calls = [to_openai_call(block) for block in message.blocks if isinstance(block, ToolCallBlock)]
+    _check_blocks(index, role, message)
     # One text as a plain string, the form that every engine and test double reads.
     blocks = [{"type": "text", "text": text} for text in texts]
     content = blocks if len(blocks) > 1 else "".join(texts)
-    return {"role": _ROLES.get(message.role, message.role.value), "content": content}
+    tool_calls = {"tool_calls": calls} if calls else {}
+    return {"role": role, "content": content, **tool_calls, **_tool_fields(role, message)}
 
 
-def _block_text(index: int, block: object) -> str:
-    if not isinstance(block, TextBlock):
-        raise InvalidRequestError(
-            f"messages[{index}] holds a {type(block).__name__}: this model reads text only, "
-            "so pass TextBlock or a plain string"
-        )
-    return block.text
+def _check_blocks(index: int, role: str, message: ChatMessage) -> None:
+    for block in message.blocks:
+        if isinstance(block, ToolCallBlock):
+            if role != "assistant":
+                raise InvalidRequestError(
+                    f"messages[{index}] of role {role!r} holds a ToolCallBlock: only an assistant calls tools"
+                )
+        elif not isinstance(block, TextBlock):
+            raise InvalidRequestError(
+                f"messages[{index}] holds a {type(block).__name__}: this model reads text only, "
+                "so pass TextBlock or a plain string"
+            )
+
+
+def _tool_fields(role: str, message: ChatMessage) -> dict[str, Any]:
+    """Which call a tool's message answers."""
+    given = message.additional_kwargs if role == "tool" else {}
+    return {name: given[name] for name in ("tool_call_id", "name") if given.get(name)}
 
 
 def chat_response(text: str, delta: str | None, completion: Completion | None, model: str) -> ChatResponse:
-    """A whole answer (`delta` None) or a streamed piece: `text` is all of it so far. What it cost is
-    known with the last piece only, when `completion` is there."""
-    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
+    """A whole answer (`delta` None) or a streamed piece: `text` is all of it so far. Its tool calls and
+    what it cost are known with the last piece only, when `completion` is there."""
+    calls = to_blocks(completion.tool_calls) if completion else []
+    texts = [TextBlock(text=text)] if text or not calls else []
+    extra = {LEGACY_CALLS_KEY: [to_openai_call(call) for call in calls]} if calls else {}
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*texts, *calls], additional_kwargs=extra)
     return ChatResponse(message=message, delta=delta, **_account(completion, model))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -15,10 +15,17 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
 )
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.llm import ToolSelection
 
 from cachecraft_rag.engine import Completion, CompletionDelta, Message
+from cachecraft_rag.errors import InvalidRequestError
 from cachecraft_rag.llama_index._base import EngineBackedLLM
 from cachecraft_rag.llama_index._convert import chat_response, completion_response, to_engine_messages
+from cachecraft_rag.llama_index._structured import AnswerFormError
+from cachecraft_rag.llama_index._tools import to_openai_tools, to_selections, to_tool_choice, with_question
+
+if TYPE_CHECKING:
+    from llama_index.core.tools.types import BaseTool
 
 R = TypeVar("R")
 Respond = Callable[[str, str | None, Completion | None, str], R]
@@ -31,8 +38,9 @@ class CacheCraftLLM(EngineBackedLLM):
     Chunks become known by `CacheCraftRetriever`, or by `chunks=` of one call. All eight endpoints
     stream and await truly, and use the model's own chat template; `messages_to_prompt` and
     `completion_to_prompt` are not used. `complete` sends its prompt as one user message, unless
-    `formatted=True`. Copies share the engine. Reading `metadata` starts the engine, unless the window
-    is given by `context_window` or by `engine_args={"max_model_len": ...}`.
+    `formatted=True`. Tools are called where the model has a tool parser, or where a call is forced by
+    `tool_required=True` or `tool_choice=`. Copies share the engine. Reading `metadata` starts the
+    engine, unless the window is given by `context_window` or by `engine_args={"max_model_len": ...}`.
 
     Args:
         model: a model folder or name, or `cachecraft_rag.default_model()`.
@@ -85,21 +93,21 @@ class CacheCraftLLM(EngineBackedLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        options = self._options(kwargs)
+        options = self._text_options(kwargs)
         if formatted:
             return self._whole(self.engine.complete(prompt, **options), completion_response)
         return self._whole(self.engine.chat(_as_user(prompt), **options), completion_response)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        options = self._options(kwargs)
+        options = self._text_options(kwargs)
         if formatted:
             return self._whole(await self.engine.acomplete(prompt, **options), completion_response)
         return self._whole(await self.engine.achat(_as_user(prompt), **options), completion_response)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        options = self._options(kwargs)
+        options = self._text_options(kwargs)
         if formatted:
             return self._pieces(self.engine.stream_complete(prompt, **options), completion_response)
         return self._pieces(self.engine.stream_chat(_as_user(prompt), **options), completion_response)
@@ -108,10 +116,52 @@ class CacheCraftLLM(EngineBackedLLM):
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        options = self._options(kwargs)
+        options = self._text_options(kwargs)
         if formatted:
             return self._apieces(self.engine.astream_complete(prompt, **options), completion_response)
         return self._apieces(self.engine.astream_chat(_as_user(prompt), **options), completion_response)
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **_: Any
+    ) -> list[ToolSelection]:
+        """The tools that an answer asks to be run.
+
+        Raises:
+            AnswerFormError: none, and `error_on_no_tool_call`.
+        """
+        selections = to_selections(response.message)
+        if error_on_no_tool_call and not selections:
+            raise AnswerFormError(
+                f"the answer calls no tool, but says {response.message.content!r}: pass tool_required=True "
+                "or tool_choice= to force a call"
+            )
+        return selections
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        return {
+            "messages": with_question(chat_history, user_msg),
+            "tools": to_openai_tools(tools),
+            "tool_choice": to_tool_choice(tool_choice, tool_required),
+            "parallel_tool_calls": allow_parallel_tool_calls,
+            **kwargs,
+        }
+
+    def _text_options(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """As `_options`; a completion has no place for tool calls."""
+        options = self._options(call)
+        if options.get("tools"):
+            raise InvalidRequestError("complete answers text only: pass tools= to chat")
+        return options
 
     def _whole(self, completion: Completion, respond: Respond[R]) -> R:
         self._last_report = completion.report
