@@ -19,9 +19,8 @@ from llama_index.core.llms.llm import ToolSelection
 
 from cachecraft_rag.engine import Completion, CompletionDelta, Message
 from cachecraft_rag.errors import InvalidRequestError
-from cachecraft_rag.llama_index._base import EngineBackedLLM
 from cachecraft_rag.llama_index._convert import chat_response, completion_response, to_engine_messages
-from cachecraft_rag.llama_index._structured import AnswerFormError
+from cachecraft_rag.llama_index._structured import AnswerFormError, SchemaBoundLLM
 from cachecraft_rag.llama_index._tools import to_openai_tools, to_selections, to_tool_choice, with_question
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ Respond = Callable[[str, str | None, Completion | None, str], R]
 """(text so far, new piece or None, the completion when it is there, model name) → response."""
 
 
-class CacheCraftLLM(EngineBackedLLM):
+class CacheCraftLLM(SchemaBoundLLM):
     """A chat model on the embedded engine, which reuses the KV of chunks it knows.
 
     Chunks become known by `CacheCraftRetriever`, or by `chunks=` of one call. All eight endpoints
