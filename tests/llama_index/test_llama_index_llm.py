@@ -7,7 +7,7 @@ import copy
 import pickle
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -231,12 +231,43 @@ def test_given_window_needs_no_engine() -> None:
     assert "engine_args" not in from_args.to_payload()
 
 
-def test_usage_is_counted_by_llama_index(engine: FakeEngine) -> None:
-    """LlamaIndex's own token counter reads the usage of the response."""
+async def answer_by(llm: CacheCraftLLM, endpoint: str, prompt: str) -> Any:
+    """The (last) response that one of the eight endpoints gives."""
+    given = prompt if "complete" in endpoint else [ChatMessage(prompt)]
+    result = getattr(llm, endpoint)(given)
+    if endpoint.startswith("a"):
+        result = await result
+    if isinstance(result, AsyncGenerator):
+        return [piece async for piece in result][-1]
+    return list(result)[-1] if isinstance(result, Generator) else result
+
+
+ENDPOINTS = [f"{kind}{name}" for name in ("chat", "complete") for kind in ("", "a", "stream_", "astream_")]
+each_endpoint = pytest.mark.parametrize("endpoint", ENDPOINTS)
+
+
+@each_endpoint
+async def test_usage_is_counted_by_llama_index(engine: FakeEngine, endpoint: str) -> None:
+    """LlamaIndex's own token counter reads the usage, of streams from their last piece."""
     counter = TokenCountingHandler()
-    CacheCraftLLM(engine=engine, callback_manager=CallbackManager([counter])).chat(QUESTION)
+    llm = CacheCraftLLM(engine=engine, callback_manager=CallbackManager([counter]))
+    await answer_by(llm, endpoint, "Who wrote Faust?")
     # The fake counts words: "user: Who wrote Faust?" and the answer.
     assert (counter.prompt_llm_token_count, counter.completion_llm_token_count) == (4, 3)
+
+
+@each_endpoint
+async def test_usage_tells_what_the_cache_gave(llm: CacheCraftLLM, engine: FakeEngine, endpoint: str) -> None:
+    """Tokens read from the cache are counted as the report has them."""
+    engine.warm([Chunk(PASSAGE)])
+    response = await answer_by(llm, endpoint, f"{PASSAGE} Who?")
+    assert response.raw["usage"] == {
+        "prompt_tokens": 8,
+        "completion_tokens": 3,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 6, "cache_creation_tokens": 0},
+    }
+    assert report_of(response).num_reused_tokens == 6
 
 
 def test_every_answer_carries_its_report(llm: CacheCraftLLM) -> None:

@@ -105,6 +105,10 @@ def _account(completion: Completion | None, model: str) -> dict[str, Any]:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_answer,
             "total_tokens": num_prompt + num_answer,
+            "prompt_tokens_details": {
+                "cached_tokens": completion.num_cache_read_tokens,
+                "cache_creation_tokens": completion.num_cache_creation_tokens,
+            },
         },
     }
     return {"raw": raw, "additional_kwargs": {REPORT_KEY: completion.report.to_dict()}}

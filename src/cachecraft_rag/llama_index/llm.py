@@ -16,10 +16,12 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import ToolSelection
+from llama_index_instrumentation.span import active_span_id
 
 from cachecraft_rag.engine import Completion, CompletionDelta, Message
 from cachecraft_rag.errors import InvalidRequestError
 from cachecraft_rag.llama_index._convert import chat_response, completion_response, to_engine_messages
+from cachecraft_rag.llama_index._events import tell_reuse
 from cachecraft_rag.llama_index._structured import AnswerFormError, SchemaBoundLLM
 from cachecraft_rag.llama_index._tools import to_openai_tools, to_selections, to_tool_choice, with_question
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 Respond = Callable[[str, str | None, Completion | None, str], R]
 """(text so far, new piece or None, the completion when it is there, model name) → response."""
+Make = Callable[[str, str | None, Completion | None], R]
+"""As `Respond`, for one call of one model."""
 
 
 class CacheCraftLLM(SchemaBoundLLM):
@@ -73,52 +77,52 @@ class CacheCraftLLM(SchemaBoundLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         completion = self.engine.chat(to_engine_messages(messages), **self._options(kwargs))
-        return self._whole(completion, chat_response)
+        return _whole(completion, self._answering(chat_response))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         completion = await self.engine.achat(to_engine_messages(messages), **self._options(kwargs))
-        return self._whole(completion, chat_response)
+        return _whole(completion, self._answering(chat_response))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         deltas = self.engine.stream_chat(to_engine_messages(messages), **self._options(kwargs))
-        return self._pieces(deltas, chat_response)
+        return _pieces(deltas, self._answering(chat_response))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         deltas = self.engine.astream_chat(to_engine_messages(messages), **self._options(kwargs))
-        return self._apieces(deltas, chat_response)
+        return _apieces(deltas, self._answering(chat_response))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        options = self._text_options(kwargs)
+        options, make = self._text_options(kwargs), self._answering(completion_response)
         if formatted:
-            return self._whole(self.engine.complete(prompt, **options), completion_response)
-        return self._whole(self.engine.chat(_as_user(prompt), **options), completion_response)
+            return _whole(self.engine.complete(prompt, **options), make)
+        return _whole(self.engine.chat(_as_user(prompt), **options), make)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        options = self._text_options(kwargs)
+        options, make = self._text_options(kwargs), self._answering(completion_response)
         if formatted:
-            return self._whole(await self.engine.acomplete(prompt, **options), completion_response)
-        return self._whole(await self.engine.achat(_as_user(prompt), **options), completion_response)
+            return _whole(await self.engine.acomplete(prompt, **options), make)
+        return _whole(await self.engine.achat(_as_user(prompt), **options), make)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        options = self._text_options(kwargs)
+        options, make = self._text_options(kwargs), self._answering(completion_response)
         if formatted:
-            return self._pieces(self.engine.stream_complete(prompt, **options), completion_response)
-        return self._pieces(self.engine.stream_chat(_as_user(prompt), **options), completion_response)
+            return _pieces(self.engine.stream_complete(prompt, **options), make)
+        return _pieces(self.engine.stream_chat(_as_user(prompt), **options), make)
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        options = self._text_options(kwargs)
+        options, make = self._text_options(kwargs), self._answering(completion_response)
         if formatted:
-            return self._apieces(self.engine.astream_complete(prompt, **options), completion_response)
-        return self._apieces(self.engine.astream_chat(_as_user(prompt), **options), completion_response)
+            return _apieces(self.engine.astream_complete(prompt, **options), make)
+        return _apieces(self.engine.astream_chat(_as_user(prompt), **options), make)
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **_: Any
@@ -162,29 +166,36 @@ class CacheCraftLLM(SchemaBoundLLM):
             raise InvalidRequestError("complete answers text only: pass tools= to chat")
         return options
 
-    def _whole(self, completion: Completion, respond: Respond[R]) -> R:
-        self._last_report = completion.report
-        return respond(completion.text, None, completion, self._model_name())
+    def _answering(self, respond: Respond[R]) -> Make[R]:
+        """What makes the responses of one call, and tells of the request once its completion is there."""
+        # Taken now: when a stream ends, its reader may be in another span.
+        name, span_id = self._model_name(), active_span_id.get()
 
-    def _pieces(self, deltas: Iterator[CompletionDelta], respond: Respond[R]) -> Generator[R, None, None]:
-        text, name = "", self._model_name()
-        for delta in deltas:
-            text += delta.text
-            self._note(delta)
-            yield respond(text, delta.text, delta.completion, name)
+        def make(text: str, delta: str | None, completion: Completion | None) -> R:
+            if completion is not None:
+                self._last_report = completion.report
+                tell_reuse(completion.report, name, span_id)
+            return respond(text, delta, completion, name)
 
-    async def _apieces(
-        self, deltas: AsyncIterator[CompletionDelta], respond: Respond[R]
-    ) -> AsyncGenerator[R, None]:
-        text, name = "", self._model_name()
-        async for delta in deltas:
-            text += delta.text
-            self._note(delta)
-            yield respond(text, delta.text, delta.completion, name)
+        return make
 
-    def _note(self, delta: CompletionDelta) -> None:
-        if delta.completion is not None:
-            self._last_report = delta.completion.report
+
+def _whole(completion: Completion, make: Make[R]) -> R:
+    return make(completion.text, None, completion)
+
+
+def _pieces(deltas: Iterator[CompletionDelta], make: Make[R]) -> Generator[R, None, None]:
+    text = ""
+    for delta in deltas:
+        text += delta.text
+        yield make(text, delta.text, delta.completion)
+
+
+async def _apieces(deltas: AsyncIterator[CompletionDelta], make: Make[R]) -> AsyncGenerator[R, None]:
+    text = ""
+    async for delta in deltas:
+        text += delta.text
+        yield make(text, delta.text, delta.completion)
 
 
 def _as_user(prompt: str) -> list[Message]:
