@@ -13,6 +13,7 @@ from llama_index.core.base.llms.types import (
     TextBlock,
     ToolCallBlock,
 )
+from llama_index.core.indices.base import BaseIndex
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 from cachecraft_rag.chunks import Chunk
@@ -114,15 +115,42 @@ def _account(completion: Completion | None, model: str) -> dict[str, Any]:
     return {"raw": raw, "additional_kwargs": {REPORT_KEY: completion.report.to_dict()}}
 
 
-def to_chunks(nodes: Iterable[NodeWithScore], *, is_shared: bool = False) -> list[Chunk]:
+def to_chunks(nodes: Iterable[NodeWithScore | BaseNode], *, is_shared: bool = False) -> list[Chunk]:
     """The texts of nodes as response synthesizers show them to the model; nodes without any are
     left out.
 
     `doc_id` is the id of the source document, else of the node. `version` is the hash LlamaIndex
     keeps of the same, so it changes with the document's text or metadata.
     """
-    chunks = (_to_chunk(scored.node, is_shared) for scored in nodes)
+    plain = (node.node if isinstance(node, NodeWithScore) else node for node in nodes)
+    chunks = (_to_chunk(node, is_shared) for node in plain)
     return [chunk for chunk in chunks if chunk is not None]
+
+
+def nodes_of(source: Sequence[NodeWithScore | BaseNode] | BaseIndex[Any]) -> list[NodeWithScore | BaseNode]:
+    """The nodes of an index's document store, or those that are given.
+
+    Raises:
+        InvalidRequestError: it is neither an index nor a sequence of nodes, or the index keeps no nodes.
+    """
+    if isinstance(source, BaseIndex):
+        found = list(source.docstore.docs.values())
+        if not found:
+            raise InvalidRequestError(
+                "the index's document store holds no nodes, as with vector stores that keep the texts "
+                "themselves: pass the nodes"
+            )
+        return [*found]
+    if isinstance(source, str) or not isinstance(source, Sequence):
+        raise InvalidRequestError(
+            f"nodes is a {type(source).__name__}: pass a sequence of nodes, or an index"
+        )
+    for index, node in enumerate(source):
+        if not isinstance(node, (NodeWithScore, BaseNode)):
+            raise InvalidRequestError(
+                f"nodes[{index}] is a {type(node).__name__}: pass nodes, documents or NodeWithScore"
+            )
+    return list(source)
 
 
 def _to_chunk(node: BaseNode, is_shared: bool) -> Chunk | None:

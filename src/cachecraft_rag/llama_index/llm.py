@@ -42,8 +42,12 @@ class CacheCraftLLM(SchemaBoundLLM):
     stream and await truly, and use the model's own chat template; `messages_to_prompt` and
     `completion_to_prompt` are not used. `complete` sends its prompt as one user message, unless
     `formatted=True`. Tools are called where the model has a tool parser, or where a call is forced by
-    `tool_required=True` or `tool_choice=`. Copies share the engine. Reading `metadata` starts the
-    engine, unless the window is given by `context_window` or by `engine_args={"max_model_len": ...}`.
+    `tool_required=True` or `tool_choice=`. Copies share the engine.
+
+    Reading `metadata` starts the engine, unless it has nothing to ask: the window is given by
+    `context_window` or `engine_args={"max_model_len": ...}`, and whether functions are called by
+    `is_function_calling_model` or `engine_args={"tool_parser": ...}`. LlamaIndex's agents read it in their
+    event loop, so start the engine before (`llm.metadata` does) or give both.
 
     Args:
         model: a model folder or name, or `cachecraft_rag.default_model()`.
@@ -52,11 +56,14 @@ class CacheCraftLLM(SchemaBoundLLM):
         temperature: 0 is greedy.
         max_tokens: most tokens of an answer; LlamaIndex keeps that much of the window free.
         context_window: tokens of prompt and answer; None is the engine's.
+        is_function_calling_model: whether LlamaIndex may rely on tool calls; None: where the engine has a
+            tool parser for the model.
         reuse: "auto", "off", "exact" or the name of a strategy.
         recompute_ratio: share of each reused chunk to recompute; None leaves it to `config`.
         tenant: no KV crosses it.
         engine_args: keyword arguments of `CacheCraftEngine`, with `model` only.
-        additional_kwargs: further options of every call, e.g. `{"top_p": 0.9, "stop": ["\\n"]}`.
+        additional_kwargs: further options of every call, e.g. `{"top_p": 0.9, "stop": ["\\n"]}`; those of
+            a call take their place and are not added to them, so `stop=[]` means none.
         fields: fields of LlamaIndex's `LLM`, e.g. `system_prompt` or `callback_manager`.
 
     Raises:
