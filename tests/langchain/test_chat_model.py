@@ -329,6 +329,12 @@ def test_a_pickled_model_finds_its_engine_again() -> None:
     assert twin.chat_engine is llm.chat_engine
 
 
+def test_a_model_with_an_engine_of_its_own_is_not_pickled() -> None:
+    """An engine lives in its process; the error says how to make a model that travels."""
+    with pytest.raises(ConfigurationError, match="cannot be pickled.*model="):
+        pickle.dumps(ChatCacheCraft(engine=FakeEngine()))
+
+
 def test_configurable_fields_work() -> None:
     """LangChain rebuilds the model with other settings; it keeps its engine and still streams."""
     llm = ChatCacheCraft(engine=FakeEngine(), temperature=0.1)
