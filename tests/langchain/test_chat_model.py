@@ -331,7 +331,7 @@ def test_a_pickled_model_finds_its_engine_again() -> None:
 
 def test_a_model_with_an_engine_of_its_own_is_not_pickled() -> None:
     """An engine lives in its process; the error says how to make a model that travels."""
-    with pytest.raises(ConfigurationError, match="cannot be pickled.*model="):
+    with pytest.raises(ConfigurationError, match=r"cannot be pickled.*model="):
         pickle.dumps(ChatCacheCraft(engine=FakeEngine()))
 
 

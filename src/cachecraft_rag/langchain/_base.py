@@ -121,13 +121,18 @@ class EngineBacked(BaseModel):
         options["stop"] = merge_stop(self.stop, stop) or None
         # LangChain's own switch between whole and streamed answers.
         options.pop("stream", None)
-        return {name: value for name, value in options.items() if value is not None}
+        return given(options)
 
     def _note(self, answer: Completion | CompletionDelta) -> None:
         """Remember the report of a finished answer."""
         completion = answer.completion if isinstance(answer, CompletionDelta) else answer
         if completion is not None:
             self._last_report = completion.report
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without those that are None, which means not given."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _checked(settings: dict[str, Any], model_class: type[EngineBacked]) -> dict[str, Any]:

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import Any, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from pydantic import BaseModel
 
 from cachecraft_rag.engine import Completion, CompletionDelta
-from cachecraft_rag.langchain._base import PROVIDER, EngineBacked
+from cachecraft_rag.engine.tools import ToolOptions
+from cachecraft_rag.errors import InvalidRequestError
+from cachecraft_rag.langchain._base import PROVIDER, EngineBacked, given
 from cachecraft_rag.langchain._convert import chat_result, engine_messages, merge_stop, stream_chunk
+from cachecraft_rag.langchain._structured import (
+    Schema,
+    check_method,
+    engine_form,
+    json_schema,
+    parsed,
+    parser_of,
+    response_format,
+)
+from cachecraft_rag.langchain._tools import ToolChoice, engine_tool_choice, engine_tools
 
 
 class ChatCacheCraft(EngineBacked, BaseChatModel):
@@ -23,7 +38,12 @@ class ChatCacheCraft(EngineBacked, BaseChatModel):
     Each answer carries its report in `response_metadata["cachecraft"]` (`ReuseReport.from_dict`
     reads it) and its token counts in `usage_metadata`. Every option of the engine's calls can be
     given per call or with `bind`: `llm.invoke(messages, reuse="off", top_p=0.9)`. Stop texts of the
-    constructor always apply; those of a call are added to them. Tools are not supported.
+    constructor always apply; those of a call are added to them.
+
+    Where a tool is forced (`bind_tools(..., tool_choice="any")` or its name) and in
+    `with_structured_output`, decoding is bound to the schema, so any model keeps it; that it calls a
+    tool of its own accord takes a model that was trained to. OpenAI's `response_format` can be given
+    per call, too.
 
     Args:
         model: a model folder or name, e.g. `cachecraft_rag.default_model()`. Models with equal
@@ -49,6 +69,82 @@ class ChatCacheCraft(EngineBacked, BaseChatModel):
 
     # Not False: LangChain takes an explicit False, as `configurable_fields` passes on, for a ban.
     streaming: bool | None = None
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: ToolChoice = None,
+        parallel_tool_calls: bool | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with tools that it may call; the calls come in `AIMessage.tool_calls`.
+
+        Args:
+            tools: functions, pydantic or TypedDict classes, LangChain tools, or OpenAI's form.
+            tool_choice: "any", "required" or True: at least one call; the name of a tool or OpenAI's
+                mapping: that tool; "auto" or None: the model decides; "none": no call.
+            parallel_tool_calls: False allows one call in an answer; None leaves it to the engine.
+            strict: True closes the schemas of the tools against further arguments.
+            kwargs: options of every call.
+
+        Raises:
+            InvalidRequestError: a tool has no form that can be converted, two have one name, or
+                `tool_choice` names none of them.
+        """
+        converted = engine_tools(tools, strict)
+        choice = engine_tool_choice(tool_choice)
+        ToolOptions(tuple(converted), choice or "auto")
+        options = {"tools": converted, "tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
+        return self.bind(**given(options), **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: Schema,
+        *,
+        method: str = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """The model with its answers parsed into `schema`.
+
+        Args:
+            schema: a pydantic class (answers are its instances), a TypedDict class, or a JSON schema
+                with a title (answers are mappings).
+            method: "json_schema": decoding is bound to the schema, and the prompt does not change;
+                "function_calling": the schema is a tool that must be called, so that models with a
+                tool template see it; "json_mode": decoding is bound to JSON only, and the prompt must
+                ask for the keys.
+            include_raw: True returns `{"raw": message, "parsed": ..., "parsing_error": ...}`.
+            strict: True closes the schema against further properties.
+            kwargs: options of every call.
+
+        Raises:
+            InvalidRequestError: an unknown method, or a schema that cannot be converted.
+            OutputParserException: by the calls: an answer does not fit, or was cut by `max_tokens`.
+        """
+        check_method(method)
+        described = json_schema(schema, strict)
+        traced = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
+        options = {"ls_structured_output_format": traced, **kwargs}
+        if method == "function_calling":
+            model = self.bind_tools([schema], tool_choice="any", strict=strict, **options)
+        else:
+            model = self.bind(response_format=response_format(described, method), **options)
+        return parsed(model, parser_of(schema, described["title"], method), include_raw)
+
+    def _options(self, stop: list[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+        options = super()._options(stop, kwargs)
+        choice, form = options.pop("tool_choice", None), options.pop("response_format", None)
+        if form is not None and "structured" in options:
+            raise InvalidRequestError("response_format and structured are both given: leave one of them out")
+        translated = {
+            "tool_choice": engine_tool_choice(choice),
+            "structured": None if form is None else engine_form(form),
+        }
+        return {**options, **given(translated)}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=merge_stop(self.stop, stop), **kwargs)
