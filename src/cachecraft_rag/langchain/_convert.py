@@ -16,7 +16,14 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.outputs import (
+    ChatGeneration,
+    ChatGenerationChunk,
+    ChatResult,
+    Generation,
+    GenerationChunk,
+    LLMResult,
+)
 
 from cachecraft_rag.engine import Completion, CompletionDelta, Message
 from cachecraft_rag.errors import InvalidRequestError
@@ -55,7 +62,7 @@ def chat_result(completion: Completion, model_name: str) -> ChatResult:
     message = AIMessage(
         content=completion.text,
         tool_calls=tool_calls(completion.tool_calls),
-        usage_metadata=usage(completion),
+        usage_metadata=_usage(completion),
         response_metadata=_response_metadata(completion, model_name),
     )
     info = {"finish_reason": completion.finish_reason}
@@ -73,11 +80,40 @@ def stream_chunk(delta: CompletionDelta, model_name: str) -> ChatGenerationChunk
     message = AIMessageChunk(
         content=delta.text,
         tool_call_chunks=tool_call_chunks(completion.tool_calls),
-        usage_metadata=usage(completion),
+        usage_metadata=_usage(completion),
         response_metadata=_response_metadata(completion, model_name),
         chunk_position="last",
     )
     return ChatGenerationChunk(message=message, generation_info={"finish_reason": completion.finish_reason})
+
+
+def llm_result(completions: Sequence[Completion], model_name: str) -> LLMResult:
+    """The answers to one batch of plain prompts, in its order."""
+    num_prompt = sum(completion.num_prompt_tokens for completion in completions)
+    num_answer = sum(completion.num_completion_tokens for completion in completions)
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_answer,
+        "total_tokens": num_prompt + num_answer,
+    }
+    return LLMResult(
+        generations=[
+            [Generation(text=completion.text, generation_info=_generation_info(completion, model_name))]
+            for completion in completions
+        ],
+        llm_output={"model_name": model_name, "token_usage": usage},
+    )
+
+
+def text_chunk(delta: CompletionDelta, model_name: str) -> GenerationChunk:
+    """One piece of a streamed answer to a plain prompt; the last one carries usage and report."""
+    completion = delta.completion
+    info = None if completion is None else _generation_info(completion, model_name)
+    return GenerationChunk(text=delta.text, generation_info=info)
+
+
+def _generation_info(completion: Completion, model_name: str) -> dict[str, Any]:
+    return {**_response_metadata(completion, model_name), "usage_metadata": _usage(completion)}
 
 
 def _engine_message(where: str, message: BaseMessage) -> Message:
@@ -135,7 +171,7 @@ def _text_block(where: str, block: str | dict[str, Any]) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def usage(completion: Completion) -> UsageMetadata:
+def _usage(completion: Completion) -> UsageMetadata:
     """Token counts; `cache_read` is what was taken over, recomputed tokens not included."""
     details = InputTokenDetails(
         cache_read=completion.num_cache_read_tokens, cache_creation=completion.num_cache_creation_tokens
