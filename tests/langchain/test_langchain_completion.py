@@ -162,6 +162,12 @@ async def test_the_prompts_of_a_batch_run_at_once() -> None:
     assert await CacheCraftCompletion(engine=MeetingEngine()).abatch(["a", "b"]) == expected
 
 
+async def test_an_empty_batch_is_answered() -> None:
+    """As by LangChain's other models."""
+    llm = CacheCraftCompletion(engine=FakeEngine())
+    assert llm.generate([]).generations == (await llm.agenerate([])).generations == []
+
+
 def test_a_batch_counts_all_its_tokens() -> None:
     """`llm_output` sums up; each generation has its own counts."""
     result = CacheCraftCompletion(engine=FakeEngine("one two")).generate(["a b c", "d"])

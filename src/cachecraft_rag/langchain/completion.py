@@ -55,7 +55,7 @@ class CacheCraftCompletion(EngineBacked, BaseLLM):
     ) -> LLMResult:
         options = self._options(stop, kwargs)
         # Threads, for the engine batches what waits at one time.
-        with ThreadPoolExecutor(min(len(prompts), _MAX_THREADS)) as pool:
+        with ThreadPoolExecutor(_MAX_THREADS) as pool:
             answers = pool.map(lambda prompt: self.chat_engine.complete(prompt, **options), prompts)
             return self._result(list(answers))
 
