@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +16,26 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 
 from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.langchain import CacheCraftRetriever, ChatCacheCraft, DenseRetriever
-from cachecraft_rag.testing import FakeEngine
+from cachecraft_rag.testing import FakeAnswer, FakeEngine
 
 PASSAGE = "The bridge was rebuilt in 1987 by the council."
+JOKE = json.dumps({"setup": "Why do cats purr?", "punchline": "To keep the engine warm."})
+# What a model that can call tools would answer to the suite's questions.
+ANSWERS = {
+    "magic_function(3)": FakeAnswer("", (("magic_function", {"input": 3}),)),
+    "weather in San Francisco": FakeAnswer("", (("get_weather", {"location": "San Francisco, CA"}),)),
+    "'你好啊集团'": FakeAnswer("", (("unicode_customer", {"customer_name": "你好啊集团"}),)),
+    "'こんにちは株式会社'": FakeAnswer("", (("unicode_customer", {"customer_name": "こんにちは株式会社"}),)),
+    "joke about cats": JOKE,
+}
 
 # The suites pass settings of remote models to every class.
 pytestmark = pytest.mark.filterwarnings("ignore:.* has no effect.*:UserWarning")
+
+
+def answer(prompt: str) -> str | FakeAnswer:
+    question = prompt.rpartition("\n")[2]
+    return next((reply for asked, reply in ANSWERS.items() if asked in question), "a fake answer")
 
 
 def encode_length(texts: Sequence[str]) -> np.ndarray:
@@ -36,19 +51,11 @@ class TestChatUnit(ChatModelUnitTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"engine": FakeEngine("a fake answer")}
-
-    @property
-    def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
+        return {"engine": FakeEngine(answer)}
 
 
 class TestChatIntegration(ChatModelIntegrationTests):
-    """Calls, streams, events, batches and usage."""
+    """Calls, streams, events, batches, tools, structured answers and usage."""
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -56,15 +63,11 @@ class TestChatIntegration(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"engine": FakeEngine("a fake answer")}
+        return {"engine": FakeEngine(answer)}
 
     @property
-    def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
+    def supports_json_mode(self) -> bool:
+        return True
 
     @property
     def supported_usage_metadata_details(self) -> dict[str, Any]:
@@ -79,6 +82,14 @@ class TestChatIntegration(ChatModelIntegrationTests):
         answer = llm.invoke(PASSAGE)
         assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
         return answer
+
+
+class TestChatIntegrationByTools(TestChatIntegration):
+    """The same, with structured answers by forced tools."""
+
+    @property
+    def structured_output_kwargs(self) -> dict[str, Any]:
+        return {"method": "function_calling"}
 
 
 class TestRetriever(RetrieversIntegrationTests):

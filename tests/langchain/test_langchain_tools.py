@@ -89,7 +89,6 @@ def test_parallel_calls_and_strict_schemas_can_be_asked_for() -> None:
     [
         ([search, 5], None, r"tools\[1\] is 5"),
         ([{"type": "web_search"}], None, r"tools\[0\] is .*web_search"),
-        ([search, search], None, "search, search: each needs a name of its own"),
         ([search], "find", "tool_choice is 'find'.*'search'"),
         ([search], {"name": "search"}, "tool_choice is {'name': 'search'}"),
         ([], "any", "no tools are given"),
@@ -99,6 +98,13 @@ def test_tools_that_break_a_rule_fail_when_bound(tools: list[Any], choice: Any, 
     """Errors appear where the tools are written, before any call."""
     with pytest.raises(InvalidRequestError, match=message):
         ChatCacheCraft(engine=FakeEngine()).bind_tools(tools, tool_choice=choice)
+
+
+def test_two_tools_of_one_name_are_refused_by_the_call() -> None:
+    """Binding them is allowed, for LangChain's conformance suite does it."""
+    llm = ChatCacheCraft(engine=FakeEngine()).bind_tools([search, search])
+    with pytest.raises(InvalidRequestError, match="search, search: each needs a name of its own"):
+        llm.invoke("hi")
 
 
 def test_no_tools_can_be_bound() -> None:

@@ -12,6 +12,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from cachecraft_rag.engine import Tool
 from cachecraft_rag.engine import ToolCall as EngineToolCall
+from cachecraft_rag.engine.tools import ToolOptions
 from cachecraft_rag.errors import InvalidRequestError
 
 ToolChoice = str | bool | Mapping[str, Any] | None
@@ -56,6 +57,13 @@ def engine_tool_choice(choice: ToolChoice) -> str | None:
             '{"type": "function", "function": {"name": ...}}'
         )
     return name
+
+
+def check_tools(tools: Sequence[Tool], choice: str | None) -> None:
+    """Raise InvalidRequestError for what the engine would refuse, but for two tools of one name: those
+    LangChain's conformance suite binds, and calls refuse them."""
+    by_name = {tool.get("function", {}).get("name"): tool for tool in tools}
+    ToolOptions(tuple(by_name.values()), choice or "auto")
 
 
 def calls_in_openai_form(message: AIMessage) -> list[dict[str, Any]]:

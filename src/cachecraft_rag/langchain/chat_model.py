@@ -16,7 +16,6 @@ from langchain_core.tools import BaseTool
 from pydantic import BaseModel
 
 from cachecraft_rag.engine import Completion, CompletionDelta
-from cachecraft_rag.engine.tools import ToolOptions
 from cachecraft_rag.errors import InvalidRequestError
 from cachecraft_rag.langchain._base import PROVIDER, EngineBacked, given
 from cachecraft_rag.langchain._convert import chat_result, engine_messages, merge_stop, stream_chunk
@@ -29,7 +28,7 @@ from cachecraft_rag.langchain._structured import (
     parser_of,
     response_format,
 )
-from cachecraft_rag.langchain._tools import ToolChoice, engine_tool_choice, engine_tools
+from cachecraft_rag.langchain._tools import ToolChoice, check_tools, engine_tool_choice, engine_tools
 
 
 class ChatCacheCraft(EngineBacked, BaseChatModel):
@@ -90,12 +89,12 @@ class ChatCacheCraft(EngineBacked, BaseChatModel):
             kwargs: options of every call.
 
         Raises:
-            InvalidRequestError: a tool has no form that can be converted, two have one name, or
-                `tool_choice` names none of them.
+            InvalidRequestError: a tool has no form that can be converted, or `tool_choice` names none of
+                them; by the calls: two have one name.
         """
         converted = engine_tools(tools, strict)
         choice = engine_tool_choice(tool_choice)
-        ToolOptions(tuple(converted), choice or "auto")
+        check_tools(converted, choice)
         options = {"tools": converted, "tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
         return self.bind(**given(options), **kwargs)
 
