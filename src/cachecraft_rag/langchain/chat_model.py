@@ -44,6 +44,10 @@ class ChatCacheCraft(EngineBacked, BaseChatModel):
     tool of its own accord takes a model that was trained to. OpenAI's `response_format` can be given
     per call, too.
 
+    Chunks are found by their text, so a prompt must hold it as it is: documents put straight into a
+    prompt template come out as Python's `repr` of them, in which nothing is found. Join their
+    `page_content`.
+
     Args:
         model: a model folder or name, e.g. `cachecraft_rag.default_model()`. Models with equal
             `model`, `config` and `engine_args` share one engine.
