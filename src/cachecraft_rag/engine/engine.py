@@ -27,6 +27,7 @@ from cachecraft_rag.engine.options import (
     CallOptions,
     check_chunks,
     check_messages,
+    check_no_tools,
     check_prompt,
     check_tenant,
 )
@@ -299,7 +300,8 @@ def _chat_call(messages: Sequence[Message], chunks: Sequence[Chunk], options: Ma
 
 
 def _complete_call(prompt: str, chunks: Sequence[Chunk], options: Mapping[str, Any]) -> Call:
-    return Call(check_prompt(prompt), check_chunks(chunks), CallOptions.from_kwargs(options))
+    checked = check_no_tools(CallOptions.from_kwargs(options))
+    return Call(check_prompt(prompt), check_chunks(chunks), checked)
 
 
 def _apply(result: SelfTestResult, running: RunningEngine) -> None:

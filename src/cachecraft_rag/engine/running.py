@@ -15,7 +15,7 @@ from typing import Any
 
 from cachecraft_rag.chunks import SHARED_TENANT, Chunk, ChunkKey, PromptLayout, chunk_key
 from cachecraft_rag.config import CacheCraftConfig
-from cachecraft_rag.engine.api import Completion, CompletionDelta, Message, SamplingOptions
+from cachecraft_rag.engine.api import Completion, CompletionDelta, SamplingOptions
 from cachecraft_rag.engine.audit_log import AuditLog
 from cachecraft_rag.engine.backend import Backend, BackendRequest
 from cachecraft_rag.engine.calibration import Calibration
@@ -137,7 +137,7 @@ class RunningEngine:
         """
         options = call.options
         tenant = options.tenant or self._config.default_tenant
-        prompt = self._text_of(call.prompt)
+        prompt = self._text_of(call)
         if options.store:
             self._known.add(tenant, call.chunks)
         matches = self._known.find(tenant, prompt, call.chunks)
@@ -228,8 +228,10 @@ class RunningEngine:
             return spec
         return replace(spec, recompute_ratio=self.calibration.budget)
 
-    def _text_of(self, prompt: str | Sequence[Message]) -> PromptText:
-        return PromptText.plain(prompt) if isinstance(prompt, str) else render_chat(self._tokenizer, prompt)
+    def _text_of(self, call: Call) -> PromptText:
+        if isinstance(call.prompt, str):
+            return PromptText.plain(call.prompt)
+        return render_chat(self._tokenizer, call.prompt, tools=call.options.tools.shown)
 
     def _request(
         self, spec: RequestSpec, layout: PromptLayout, sampling: SamplingOptions, options: CallOptions
