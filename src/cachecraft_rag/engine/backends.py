@@ -1,4 +1,5 @@
-"""vLLM behind one small asynchronous interface. The only file of the engine that imports vLLM.
+"""vLLM behind one small asynchronous interface. Besides `tool_parsers` the only file of the engine that
+imports vLLM.
 
 All coroutines run on the engine's own loop. `AsyncBackend` is the product; `InProcessBackend` runs
 everything in this process, for tests and debuggers.
@@ -268,6 +269,7 @@ def _sampling_params(request: BackendRequest) -> SamplingParams:
     return SamplingParams(
         **{**options, "stop": list(request.sampling.stop), "extra_args": extra_args or None},
         structured_outputs=_structured_outputs(request.sampling.structured),
+        skip_special_tokens=not request.keeps_special_tokens,
         output_kind=RequestOutputKind.DELTA,
     )
 

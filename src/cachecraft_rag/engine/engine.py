@@ -58,8 +58,12 @@ class CacheCraftEngine(EngineDocuments):
         config: settings of reuse.
         tokenizer: folder or name of another tokenizer than the model's own.
         in_process: run vLLM in this process, for tests and debuggers: slower, one engine a process.
+        tool_parser: name of vLLM's parser for the model's own way of calling tools, e.g. "hermes" for
+            Qwen 2.5. None reads only the calls that the engine itself asks a model for in words,
+            where its chat template does not show tools. Forced calls need no parser. See docs/tools.md.
         vllm_engine_args: fields of `vllm.AsyncEngineArgs`, e.g. `max_model_len`. Where they are not
-            given, on CPU: `enforce_eager=True`, `block_size=32`, `kv_cache_memory_bytes` of 2 GiB.
+            given: structured outputs by xgrammar, without white space; and on CPU `enforce_eager=True`,
+            `block_size=32`, `kv_cache_memory_bytes` of 2 GiB.
 
     Raises:
         ConfigurationError: an argument breaks its rule. The names of `vllm_engine_args` are checked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,12 @@ class ToolCall:
     id: str
     name: str
     arguments: Mapping[str, Any]
+
+
+def new_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
+    """A call under an id of its own: nine letters and digits, as Mistral's chat templates want it when the
+    call is shown again."""
+    return ToolCall(secrets.token_hex(5)[:9], name, arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
