@@ -160,7 +160,7 @@ def test_history_is_told_in_openais_form() -> None:
 
 
 def test_broken_calls_of_other_models_stay_in_the_history() -> None:
-    """A call whose arguments are no JSON is told as it was written."""
+    """A call whose arguments are no JSON is passed on as it was written, for the engine to judge."""
     engine = FakeEngine()
     broken = {"name": "add", "args": "{a:", "id": "1", "error": "no JSON", "type": "invalid_tool_call"}
     ChatCacheCraft(engine=engine).invoke([AIMessage("", invalid_tool_calls=[broken])])
