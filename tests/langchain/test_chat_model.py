@@ -407,6 +407,22 @@ def test_identifying_parameters_tell_settings_apart(changed: dict[str, Any]) -> 
     assert plain._identifying_params != ChatCacheCraft(**{"model": "a", **changed})._identifying_params
 
 
+@pytest.mark.parametrize(
+    ("settings", "window"),
+    [
+        ({"engine": FakeEngine(max_model_len=512)}, 512),
+        ({"model": "some-model", "engine_args": {"max_model_len": 1024}}, 1024),
+        ({"model": "some-model"}, None),
+    ],
+)
+def test_the_profile_tells_agents_the_window(settings: dict[str, Any], window: int | None) -> None:
+    """Where it is known without a start, so that summarizing middleware can work with fractions."""
+    llm = ChatCacheCraft(**settings)
+    assert llm.profile is not None
+    assert llm.profile.get("max_input_tokens") == window
+    assert llm.profile["tool_calling"]
+
+
 def test_tracing_parameters() -> None:
     """Tracers see the provider, the model and the sampling settings; a call's values win."""
     llm = ChatCacheCraft(engine=FakeEngine(model_name="tiny"), temperature=0.5, max_tokens=9, stop=["a"])

@@ -7,7 +7,7 @@ from contextlib import aclosing, closing
 from typing import Any, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
@@ -137,6 +137,18 @@ class ChatCacheCraft(EngineBacked, BaseChatModel):
         else:
             model = self.bind(response_format=response_format(described, method), **options)
         return parsed(model, parser_of(schema, described["title"], method), include_raw)
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        # Without `structured_output`, for which an agent binds decoding to its schema from the first answer
+        # on, so that no tool can be called. As it is, agents offer the schema as one more tool.
+        profile = ModelProfile(text_inputs=True, text_outputs=True, tool_calling=True)
+        window = self.engine_args.get("max_model_len")
+        if self.engine is not None and self.engine.is_started:
+            window = self.engine.max_model_len
+        # Else it is the model's, which only a started engine knows.
+        if window is not None:
+            profile["max_input_tokens"] = window
+        return profile
 
     def _options(self, stop: list[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         options = super()._options(stop, kwargs)
