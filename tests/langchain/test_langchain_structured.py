@@ -110,10 +110,11 @@ def test_strict_closes_the_schema() -> None:
 
 
 def test_function_calling_forces_the_schema_as_a_tool() -> None:
-    """The schema is the only tool, and it must be called."""
+    """The schema is the only tool, and it must be called, once."""
     engine = FakeEngine()
     ChatCacheCraft(engine=engine).with_structured_output(River, method="function_calling").invoke("hi")
     assert engine.last_call.options["tool_choice"] == "required"
+    assert engine.last_call.options["parallel_tool_calls"] is False
     assert engine.last_call.options["tools"] == [convert_to_openai_tool(River)]
 
 

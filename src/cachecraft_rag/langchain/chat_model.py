@@ -133,7 +133,10 @@ class ChatCacheCraft(EngineBacked, BaseChatModel):
         traced = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
         options = {"ls_structured_output_format": traced, **kwargs}
         if method == "function_calling":
-            model = self.bind_tools([schema], tool_choice="any", strict=strict, **options)
+            # One call is read, and a list of calls is what weak models do not end.
+            model = self.bind_tools(
+                [schema], tool_choice="any", parallel_tool_calls=False, strict=strict, **options
+            )
         else:
             model = self.bind(response_format=response_format(described, method), **options)
         return parsed(model, parser_of(schema, described["title"], method), include_raw)
