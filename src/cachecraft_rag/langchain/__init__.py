@@ -16,8 +16,15 @@ if importlib.util.find_spec("langchain_core") is None:
     )
 
 from cachecraft_rag.langchain.chat_model import ChatCacheCraft
+from cachecraft_rag.langchain.completion import CacheCraftCompletion
 from cachecraft_rag.langchain.dense import DenseRetriever
 from cachecraft_rag.langchain.embeddings import DefaultEmbeddings
 from cachecraft_rag.langchain.retriever import CacheCraftRetriever
 
-__all__ = ["CacheCraftRetriever", "ChatCacheCraft", "DefaultEmbeddings", "DenseRetriever"]
+__all__ = [
+    "CacheCraftCompletion",
+    "CacheCraftRetriever",
+    "ChatCacheCraft",
+    "DefaultEmbeddings",
+    "DenseRetriever",
+]
