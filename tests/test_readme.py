@@ -109,7 +109,7 @@ def test_langchain_example_runs(
 ) -> None:
     """The LangChain example retrieves, asks, and prints answer and reason."""
     pytest.importorskip("langchain_core")
-    share_with_adapters(monkeypatch, "cachecraft_rag.langchain.chat_model", fake)
+    share_with_adapters(monkeypatch, "cachecraft_rag.langchain._base", fake)
     run_example(example("langchain_core"))
     assert_both_passages_were_used(fake)
     assert capsys.readouterr().out.split() == ["Ada", "Lund", "not_cached"]

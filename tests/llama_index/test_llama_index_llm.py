@@ -272,9 +272,9 @@ async def test_usage_tells_what_the_cache_gave(llm: CacheCraftLLM, engine: FakeE
     engine.warm([Chunk(PASSAGE)])
     response = await answer_by(llm, endpoint, f"{PASSAGE} Who?")
     assert response.raw["usage"] == {
-        "prompt_tokens": 8,
+        "prompt_tokens": 9,
         "completion_tokens": 3,
-        "total_tokens": 11,
+        "total_tokens": 12,
         "prompt_tokens_details": {"cached_tokens": 6, "cache_creation_tokens": 0},
     }
     assert report_of(response).num_reused_tokens == 6

@@ -127,7 +127,7 @@ def to_chunks(nodes: Iterable[NodeWithScore | BaseNode], *, is_shared: bool = Fa
     return [chunk for chunk in chunks if chunk is not None]
 
 
-def nodes_of(source: Sequence[NodeWithScore | BaseNode] | BaseIndex[Any]) -> list[NodeWithScore | BaseNode]:
+def nodes_of(source: object) -> list[NodeWithScore | BaseNode]:
     """The nodes of an index's document store, or those that are given.
 
     Raises:
