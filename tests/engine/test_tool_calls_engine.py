@@ -139,9 +139,11 @@ def test_a_bound_request_reuses_chunks(engine: CacheCraftEngine) -> None:
     """Chunks cached by a free answer are reused in another order for bound ones."""
     engine.chat(about(RIVER, QUEEN), chunks=[RIVER, QUEEN], max_tokens=1)
     form = StructuredOutput(choice=("Port Vale", "Tarn"))
-    for options in ({"structured": form}, {"tools": TOOLS, "tool_choice": "get_time"}):
+    forced = {"tools": TOOLS, "tool_choice": "get_time"}
+    engine.chat(WEATHER, max_tokens=1, **forced)
+    for options in ({"structured": form}, forced):
         report = engine.chat(about(QUEEN, RIVER), max_tokens=40, **options).report
-        assert report.decision is RequestDecision.REUSE
+        assert report.decision is RequestDecision.REUSE, report.why
         assert ChunkDecision.COMPUTED not in [chunk.decision for chunk in report.chunks]
         assert len(report.chunks) == 2
 
@@ -149,16 +151,18 @@ def test_a_bound_request_reuses_chunks(engine: CacheCraftEngine) -> None:
 def test_a_chunk_in_a_tool_s_result_is_reused(engine: CacheCraftEngine) -> None:
     """What a retrieval tool brings is found by its text and reused, though it was cached elsewhere."""
     engine.chat(about(QUEEN), chunks=[QUEEN], max_tokens=1)
+    tools = [tool("search", "Finds passages.", {})]
     call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "search", "arguments": "{}"}}
     steps = [
         {"role": "user", "content": "When did the queen answer?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": f"Found:\n{QUEEN.text}"},
     ]
-    completion = engine.chat(steps, tools=[tool("search", "Finds passages.", {})], max_tokens=20)
+    engine.chat(steps[:1], tools=tools, max_tokens=1)
+    completion = engine.chat(steps, tools=tools, max_tokens=20)
     (chunk,) = completion.report.chunks
     assert chunk.doc_id == "queen"
-    assert chunk.num_reused_tokens > 0
+    assert chunk.num_reused_tokens > 0, completion.report.why
 
 
 @pytest.mark.parametrize(
