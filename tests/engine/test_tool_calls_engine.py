@@ -20,14 +20,15 @@ from cachecraft_rag.models import default_model
 
 pytestmark = pytest.mark.engine
 
+# Long against the list of tools: what stands before the chunks counts as overhead of reuse.
 RIVER = Chunk(
-    "The river Ambel flows from the hills of Tarn through three towns, past the old mill and the bridge, "
-    "to the sea at Port Vale, where the ferries land.",
+    "The river Ambel flows from the hills of Tarn through three towns to the sea at Port Vale. "
+    + " ".join(f"In {year} the bridge at mile {year - 1800} was rebuilt." for year in range(1850, 1862)),
     doc_id="river",
 )
 QUEEN = Chunk(
-    "The queen answered the letter of the captain in June, and the captain sailed for the islands with a "
-    "crew of forty and a cargo of salt and timber.",
+    "The queen answered the letter of the captain in June. "
+    + " ".join(f"In {year} the captain sailed with a crew of {year - 1500}." for year in range(1602, 1614)),
     doc_id="queen",
 )
 PLACE = {
@@ -139,9 +140,10 @@ def test_a_bound_request_reuses_chunks(engine: CacheCraftEngine) -> None:
     """Chunks cached by a free answer are reused in another order for bound ones."""
     engine.chat(about(RIVER, QUEEN), chunks=[RIVER, QUEEN], max_tokens=1)
     form = StructuredOutput(choice=("Port Vale", "Tarn"))
-    for options in ({"structured": form}, {"tools": TOOLS, "tool_choice": "get_time"}):
+    forced = {"tools": TOOLS, "tool_choice": "get_time"}
+    for options in ({"structured": form}, forced):
         report = engine.chat(about(QUEEN, RIVER), max_tokens=40, **options).report
-        assert report.decision is RequestDecision.REUSE
+        assert report.decision is RequestDecision.REUSE, report.why
         assert ChunkDecision.COMPUTED not in [chunk.decision for chunk in report.chunks]
         assert len(report.chunks) == 2
 
@@ -149,16 +151,17 @@ def test_a_bound_request_reuses_chunks(engine: CacheCraftEngine) -> None:
 def test_a_chunk_in_a_tool_s_result_is_reused(engine: CacheCraftEngine) -> None:
     """What a retrieval tool brings is found by its text and reused, though it was cached elsewhere."""
     engine.chat(about(QUEEN), chunks=[QUEEN], max_tokens=1)
+    tools = [tool("search", "Finds passages.", {})]
     call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "search", "arguments": "{}"}}
     steps = [
         {"role": "user", "content": "When did the queen answer?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": f"Found:\n{QUEEN.text}"},
     ]
-    completion = engine.chat(steps, tools=[tool("search", "Finds passages.", {})], max_tokens=20)
+    completion = engine.chat(steps, tools=tools, max_tokens=20)
     (chunk,) = completion.report.chunks
     assert chunk.doc_id == "queen"
-    assert chunk.num_reused_tokens > 0
+    assert chunk.num_reused_tokens > 0, completion.report.why
 
 
 @pytest.mark.parametrize(
