@@ -20,5 +20,12 @@ except ModuleNotFoundError as error:
 from cachecraft_rag.llama_index.embedding import DefaultEmbedding
 from cachecraft_rag.llama_index.llm import CacheCraftLLM
 from cachecraft_rag.llama_index.retriever import CacheCraftRetriever, DenseRetriever
+from cachecraft_rag.llama_index.synthesizer import CacheCraftSynthesizer
 
-__all__ = ["CacheCraftLLM", "CacheCraftRetriever", "DefaultEmbedding", "DenseRetriever"]
+__all__ = [
+    "CacheCraftLLM",
+    "CacheCraftRetriever",
+    "CacheCraftSynthesizer",
+    "DefaultEmbedding",
+    "DenseRetriever",
+]

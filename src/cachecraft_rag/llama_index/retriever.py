@@ -14,6 +14,7 @@ from llama_index.core.schema import BaseNode, Document, MetadataMode, NodeWithSc
 from cachecraft_rag.engine.api import ChatEngine
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.llama_index._convert import to_chunks
+from cachecraft_rag.llama_index._shared import note_shared
 from cachecraft_rag.llama_index.embedding import DefaultEmbedding
 from cachecraft_rag.llama_index.llm import CacheCraftLLM
 from cachecraft_rag.retrieval import DenseIndex
@@ -124,6 +125,7 @@ class CacheCraftRetriever(BaseRetriever):
         chunks = to_chunks(nodes, is_shared=self._is_shared)
         if chunks:
             engine, tenant = self._target()
+            note_shared(engine, tenant, chunks)
             engine.prefetch(chunks, tenant=tenant)
         return nodes
 
