@@ -14,6 +14,7 @@ from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine import CallOptions, ChatEngine
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.events import ReuseReport
+from cachecraft_rag.llama_index._capture import start_capture
 from cachecraft_rag.llama_index._handle import EngineHandle
 
 
@@ -72,6 +73,7 @@ class EngineBackedLLM(LLM):
             self._handle = EngineHandle(engine)
         else:
             self._handle = EngineHandle.shared(self.model, self.config, self.engine_args)
+        start_capture(self)
 
     @property
     def engine(self) -> ChatEngine:

@@ -8,13 +8,10 @@ from dataclasses import dataclass, replace
 
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.llms.llm import LLM
-from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.schema import MetadataMode, NodeWithScore
-from llama_index.core.utils import get_tokenizer
 
 from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.errors import PromptTooLongError
-from cachecraft_rag.llama_index._base import EngineBackedLLM
 from cachecraft_rag.llama_index._convert import to_chunks
 
 # As LlamaIndex's "compact" joins them, so that both modes share prefixes.
@@ -49,23 +46,48 @@ def to_passages(nodes: Sequence[NodeWithScore]) -> list[Passage]:
     ]
 
 
+def to_shown_chunks(nodes: Sequence[NodeWithScore]) -> list[Chunk]:
+    """The chunks that a response synthesizer is about to show. Without those that name no document: they
+    are pieces of nodes that do, and invalidating a document must find all of its chunks."""
+    return [passage.chunk for passage in to_passages(nodes) if passage.chunk.doc_id is not None]
+
+
+def to_rendered_chunks(nodes: Sequence[NodeWithScore]) -> list[Chunk]:
+    """Both texts in which a retrieved node may be shown: with its metadata and, where it has any, without
+    (CitationQueryEngine)."""
+    told = [passage.chunk for passage in to_passages(nodes)]
+    return told + [replace(chunk, text=text) for scored in nodes for chunk, text in _bare(scored)]
+
+
+def _bare(scored: NodeWithScore) -> list[tuple[Chunk, str]]:
+    text = scored.node.get_content(metadata_mode=MetadataMode.NONE).strip()
+    return [(chunk, text) for chunk in to_chunks([scored]) if text and text != chunk.text]
+
+
 def _without_number(chunk: Chunk, scored: NodeWithScore) -> Chunk:
     numbered = _NUMBERED.fullmatch(scored.node.get_content(metadata_mode=MetadataMode.NONE))
-    return chunk if numbered is None else replace(chunk, text=numbered["body"])
+    if numbered is None:
+        return chunk
+    # The node is made for one question; its random id is no document's.
+    version = chunk.version if scored.node.ref_doc_id else None
+    return Chunk(numbered["body"], scored.node.ref_doc_id, version, chunk.is_shared)
 
 
 def fit(
-    passages: Sequence[Passage], llm: LLM, head: Sequence[ChatMessage]
+    passages: Sequence[Passage], llm: LLM, head: Sequence[ChatMessage], count: Callable[[str], int]
 ) -> tuple[list[Passage], list[Passage]]:
     """The passages that fit beside `head` and the answer, and those that do not, both in their order.
 
     They are taken by score, best first; one that does not fit is passed over, so that a long passage
     does not push out all that come after it.
 
+    Args:
+        count: tokens of a text.
+
     Raises:
         PromptTooLongError: none fits.
     """
-    count, window, num_output = _token_counter(llm), llm.metadata.context_window, llm.metadata.num_output
+    window, num_output = llm.metadata.context_window, llm.metadata.num_output
     num_head = _TEMPLATE_TOKENS + sum(count(message.content or "") for message in head)
     room, num_between, kept = window - num_output - num_head, count(SEPARATOR), set()
     for index in sorted(range(len(passages)), key=lambda index: _rank(passages[index])):
@@ -88,9 +110,3 @@ def fit(
 def _rank(passage: Passage) -> float:
     """Best score first; passages without one last. Sorting keeps the order of equal ones."""
     return float("inf") if passage.score is None else -passage.score
-
-
-def _token_counter(llm: LLM) -> Callable[[str], int]:
-    answering = llm.llm if isinstance(llm, StructuredLLM) else llm
-    encode = answering.engine.encode if isinstance(answering, EngineBackedLLM) else get_tokenizer()
-    return lambda text: len(encode(text))

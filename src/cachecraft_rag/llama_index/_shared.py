@@ -33,7 +33,7 @@ def note_shared(engine: ChatEngine, tenant: str | None, chunks: Iterable[Chunk])
 def as_shared(engine: ChatEngine, tenant: str | None, chunks: Sequence[Chunk]) -> list[Chunk]:
     """`chunks`, those marked as public that were noted so: with the same text, of the same document."""
     with _lock:
-        notes = _notes.get(engine) or {}
+        notes = _notes.get(engine, OrderedDict[_Note, None]())
         return [
             replace(chunk, is_shared=True) if _note(tenant, chunk) in notes else chunk for chunk in chunks
         ]

@@ -51,6 +51,8 @@ class CacheCraftRetriever(BaseRetriever):
         print(llm.last_report.why)
     """
 
+    tells_engine = True
+
     def __init__(
         self,
         base_retriever: BaseRetriever,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,14 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse
 from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.callbacks.base import CallbackManager
 from llama_index.core.llms.llm import LLM
+from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 from llama_index.core.schema import NodeWithScore
 from llama_index.core.types import RESPONSE_TEXT_TYPE
+from llama_index.core.utils import get_tokenizer
 
 from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.llama_index._base import EngineBackedLLM
@@ -53,6 +55,8 @@ class CacheCraftSynthesizer(BaseSynthesizer):
         engine = index.as_query_engine(llm=llm, response_synthesizer=CacheCraftSynthesizer(llm))
         print(engine.query("Who?").metadata["cachecraft"]["dropped"])
     """
+
+    tells_engine = True
 
     def __init__(
         self,
@@ -157,7 +161,7 @@ class CacheCraftSynthesizer(BaseSynthesizer):
         if not passages:
             return None
         head = self._messages(_Request({**variables, "context_str": ""}))
-        kept, dropped = fit(passages, self._llm, head)
+        kept, dropped = fit(passages, self._llm, head, _token_counter(self._llm))
         account["dropped"] = [passage.name for passage in dropped]
         if dropped:
             logger.warning(
@@ -192,6 +196,12 @@ class _Request:
         report = response.additional_kwargs.get(REPORT_KEY)
         if report is not None:
             self.account["report"] = report
+
+
+def _token_counter(llm: LLM) -> Callable[[str], int]:
+    answering = llm.llm if isinstance(llm, StructuredLLM) else llm
+    encode = answering.engine.encode if isinstance(answering, EngineBackedLLM) else get_tokenizer()
+    return lambda text: len(encode(text))
 
 
 def _named_by_place(texts: Sequence[str]) -> list[Passage]:
