@@ -19,6 +19,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from cachecraft_rag.llama_index._capture import start_capture, stop_capture
+from cachecraft_rag.llama_index.documents import follow
 from cachecraft_rag.llama_index.embedding import DefaultEmbedding
 from cachecraft_rag.llama_index.llm import CacheCraftLLM
 from cachecraft_rag.llama_index.retriever import CacheCraftRetriever, DenseRetriever
@@ -30,6 +31,7 @@ __all__ = [
     "CacheCraftSynthesizer",
     "DefaultEmbedding",
     "DenseRetriever",
+    "follow",
     "start_capture",
     "stop_capture",
 ]
