@@ -10,6 +10,7 @@ from llama_index.core import Document, SummaryIndex, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.llms.mock import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
@@ -249,6 +250,14 @@ def test_index_stays_what_it_was(index: BaseIndex[Any]) -> None:
     """An index that is followed is still of its class, under its name."""
     assert isinstance(index, (VectorStoreIndex, SummaryIndex))
     assert type(index).__name__ in ("VectorStoreIndex", "SummaryIndex")
+
+
+def test_plain_model_swapped_in() -> None:
+    """With a model of another make an index is changed as ever."""
+    index = SummaryIndex.from_documents([document("faust", FAUST)])
+    follow(index, llm=MockLLM())
+    index.update_ref_doc(document("faust", CHANGED))
+    assert [node.get_content() for node in index.docstore.docs.values()] == [CHANGED]
 
 
 def test_other_objects_are_refused(llm: CacheCraftLLM) -> None:

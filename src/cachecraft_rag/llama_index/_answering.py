@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -15,6 +15,9 @@ from llama_index.core.llms.structured_llm import StructuredLLM
 from cachecraft_rag.engine.api import ChatEngine
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.llama_index._handle import EngineHandle
+
+if TYPE_CHECKING:
+    from cachecraft_rag.llama_index._base import EngineBackedLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,22 @@ def answering_for(instance: object) -> Answering | None:
     return None if llm is None else answering_of(llm)
 
 
-def answering_of(llm: Any, call: Mapping[str, Any] | None = None) -> Answering:
+def answering_of(llm: LLM, call: Mapping[str, Any] | None = None) -> Answering:
     """`llm`, with the options of one call."""
-    if isinstance(llm, StructuredLLM):
-        llm = llm.llm
-    handle = getattr(llm, "_handle", None)
-    if not isinstance(handle, EngineHandle):
-        return NOT_TOLD
-    return Answering(ref(handle), llm._options(call or {})["tenant"])
+    ours = engine_backed(llm)
+    return NOT_TOLD if ours is None else Answering(ref(ours._handle), tenant_of(ours, call))
+
+
+def engine_backed(llm: LLM | None) -> EngineBackedLLM | None:
+    """The model of ours in `llm`, which may be wrapped for structured output; None if there is none."""
+    inner: Any = llm.llm if isinstance(llm, StructuredLLM) else llm
+    return inner if isinstance(getattr(inner, "_handle", None), EngineHandle) else None
+
+
+def tenant_of(llm: EngineBackedLLM, call: Mapping[str, Any] | None = None) -> str | None:
+    """For whom `llm` answers, with the options of one call."""
+    tenant: str | None = llm._options(call or {})["tenant"]
+    return tenant
 
 
 def model_of(instance: object) -> LLM | None:

@@ -10,10 +10,11 @@ from typing import Any
 
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.llms.llm import LLM
 from llama_index.core.schema import BaseNode, Document
 
 from cachecraft_rag.errors import InvalidRequestError
-from cachecraft_rag.llama_index._base import EngineBackedLLM
+from cachecraft_rag.llama_index._answering import engine_backed, tenant_of
 from cachecraft_rag.llama_index._changes import Changes, Follower
 
 _FOLLOWERS = "_cachecraft_followers"
@@ -22,9 +23,7 @@ _FOLLOWERS = "_cachecraft_followers"
 _current: ContextVar[tuple[object, Changes] | None] = ContextVar("cachecraft_changes", default=None)
 
 
-def follow(
-    target: BaseIndex[Any] | IngestionPipeline, *, llm: EngineBackedLLM, tenant: str | None = None
-) -> None:
+def follow(target: BaseIndex[Any] | IngestionPipeline, *, llm: LLM, tenant: str | None = None) -> None:
     """From now on, what is changed through `target` is invalidated in the engine of `llm`.
 
     Of an index these are insert, update, refresh and delete of documents and of nodes; of a pipeline the
@@ -37,6 +36,7 @@ def follow(
     computed anew.
 
     Args:
+        llm: a model of another make has no KV to follow with, and nothing is done.
         tenant: whose documents these are; None takes the model's, `SHARED_TENANT` is for public ones.
 
     Raises:
@@ -46,7 +46,10 @@ def follow(
         follow(index, llm=llm)
         index.update_ref_doc(document)
     """
-    follower = Follower(llm._handle, tenant or llm.tenant)
+    ours = engine_backed(llm)
+    if ours is None:
+        return
+    follower = Follower(ours._handle, tenant or tenant_of(ours))
     followers: tuple[Follower, ...] = getattr(target, _FOLLOWERS, ())
     if not isinstance(target, (_FollowedIndex, _FollowedPipeline)):
         _become_followed(target)

@@ -12,7 +12,6 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse
 from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.callbacks.base import CallbackManager
 from llama_index.core.llms.llm import LLM
-from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.prompts.mixin import PromptDictType
@@ -22,6 +21,7 @@ from llama_index.core.types import RESPONSE_TEXT_TYPE
 from llama_index.core.utils import get_tokenizer
 
 from cachecraft_rag.chunks import Chunk
+from cachecraft_rag.llama_index._answering import engine_backed, tenant_of
 from cachecraft_rag.llama_index._base import EngineBackedLLM
 from cachecraft_rag.llama_index._convert import REPORT_KEY
 from cachecraft_rag.llama_index._passages import SEPARATOR, Passage, fit, to_passages
@@ -190,7 +190,7 @@ class _Request:
     account: dict[str, Any] = field(default_factory=dict)
 
     def told_to(self, llm: EngineBackedLLM) -> list[Chunk]:
-        return as_shared(llm.engine, llm.tenant, self.chunks)
+        return as_shared(llm.engine, tenant_of(llm), self.chunks)
 
     def note(self, response: ChatResponse) -> None:
         report = response.additional_kwargs.get(REPORT_KEY)
@@ -199,8 +199,8 @@ class _Request:
 
 
 def _token_counter(llm: LLM) -> Callable[[str], int]:
-    answering = llm.llm if isinstance(llm, StructuredLLM) else llm
-    encode = answering.engine.encode if isinstance(answering, EngineBackedLLM) else get_tokenizer()
+    ours = engine_backed(llm)
+    encode = get_tokenizer() if ours is None else ours.engine.encode
     return lambda text: len(encode(text))
 
 
