@@ -54,7 +54,7 @@ def test_one_chunk_a_call_is_found_too(
     """Modes that show the model one passage at a time find one chunk in each call."""
     query_engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode=mode)
     query_engine.query("Who wrote Faust?")
-    assert [call.method for call in engine.calls] == ["prefetch", "chat", "chat", "chat"]
+    assert [call.method for call in engine.calls if call.method != "prefetch"] == ["chat"] * 3
     [chunk] = last_report(llm).chunks
     assert chunk.reason is Reason.NOT_CACHED
 

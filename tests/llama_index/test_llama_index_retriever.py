@@ -9,6 +9,8 @@ import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.llms.mock import MockLLM
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
 from cachecraft_rag import Chunk
@@ -110,6 +112,32 @@ def test_exactly_one_of_model_and_engine(engine: FakeEngine, llm: CacheCraftLLM)
     for arguments in ({}, {"llm": llm, "engine": engine}):
         with pytest.raises(ConfigurationError, match="either llm= or engine="):
             CacheCraftRetriever(ListRetriever([]), **arguments)
+
+
+def test_tenant_of_every_call_counts(engine: FakeEngine, nodes: list[TextNode]) -> None:
+    """A tenant that the model was given for all of its calls is the one that will ask."""
+    llm = CacheCraftLLM(engine=engine, additional_kwargs={"tenant": "acme"})
+    CacheCraftRetriever(ListRetriever(nodes), llm=llm).retrieve("Who?")
+    assert engine.last_call.options == {"tenant": "acme"}
+
+
+@both_ways
+async def test_plain_model_swapped_in(nodes: list[TextNode], is_async: bool) -> None:
+    """With a model of another make the retriever hands its nodes out as before, and tells nobody."""
+    retriever = CacheCraftRetriever(ListRetriever(nodes), llm=MockLLM())
+    assert texts_of(await retrieve(retriever, "Who?", is_async)) == [node.get_content() for node in nodes]
+
+
+def test_model_wrapped_for_structured_output(
+    llm: CacheCraftLLM, engine: FakeEngine, nodes: list[TextNode]
+) -> None:
+    """The engine is that of the model inside."""
+
+    class Play(BaseModel):
+        author: str
+
+    CacheCraftRetriever(ListRetriever(nodes), llm=llm.as_structured_llm(Play)).retrieve("Who?")
+    assert len(prefetched(engine)) == 3
 
 
 @both_ways

@@ -17,6 +17,7 @@ from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine import CallOptions, ChatEngine
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.events import ReuseReport
+from cachecraft_rag.llama_index._capture import start_capture
 from cachecraft_rag.llama_index._convert import nodes_of, to_chunks
 from cachecraft_rag.llama_index._handle import EngineHandle
 
@@ -81,6 +82,7 @@ class EngineBackedLLM(FunctionCallingLLM):
             self._handle = EngineHandle(engine)
         else:
             self._handle = EngineHandle.shared(self.model, self.config, self.engine_args)
+        start_capture(self)
 
     @property
     def engine(self) -> ChatEngine:

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.llms.llm import LLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, Document, MetadataMode, NodeWithScore, QueryBundle
 
 from cachecraft_rag.engine.api import ChatEngine
 from cachecraft_rag.errors import ConfigurationError
+from cachecraft_rag.llama_index._answering import engine_backed, tenant_of
 from cachecraft_rag.llama_index._convert import to_chunks
+from cachecraft_rag.llama_index._shared import note_shared
 from cachecraft_rag.llama_index.embedding import DefaultEmbedding
-from cachecraft_rag.llama_index.llm import CacheCraftLLM
 from cachecraft_rag.retrieval import DenseIndex
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ class CacheCraftRetriever(BaseRetriever):
 
     Args:
         base_retriever: any LlamaIndex retriever.
-        llm: the model that will answer; its engine and its tenant are used.
+        llm: the model that will answer; its engine and its tenant are used. A model of another make is
+            told nothing.
         engine: an engine in place of `llm`.
         tenant: whose chunks these are; None takes the model's, else the engine's default.
         is_shared: all of them are public: KV that `engine.warm` stored for everybody is used.
@@ -50,11 +53,13 @@ class CacheCraftRetriever(BaseRetriever):
         print(llm.last_report.why)
     """
 
+    tells_engine = True
+
     def __init__(
         self,
         base_retriever: BaseRetriever,
         *,
-        llm: CacheCraftLLM | None = None,
+        llm: LLM | None = None,
         engine: ChatEngine | None = None,
         tenant: str | None = None,
         is_shared: bool = False,
@@ -75,7 +80,7 @@ class CacheCraftRetriever(BaseRetriever):
         cls,
         index: BaseIndex[Any],
         *,
-        llm: CacheCraftLLM | None = None,
+        llm: LLM | None = None,
         engine: ChatEngine | None = None,
         tenant: str | None = None,
         is_shared: bool = False,
@@ -91,7 +96,7 @@ class CacheCraftRetriever(BaseRetriever):
         cls,
         documents: Sequence[Document],
         *,
-        llm: CacheCraftLLM | None = None,
+        llm: LLM | None = None,
         engine: ChatEngine | None = None,
         tenant: str | None = None,
         is_shared: bool = False,
@@ -122,16 +127,18 @@ class CacheCraftRetriever(BaseRetriever):
 
     def _remembered(self, nodes: list[NodeWithScore]) -> list[NodeWithScore]:
         chunks = to_chunks(nodes, is_shared=self._is_shared)
-        if chunks:
-            engine, tenant = self._target()
+        target = self._target()
+        if chunks and target is not None:
+            engine, tenant = target
+            note_shared(engine, tenant, chunks)
             engine.prefetch(chunks, tenant=tenant)
         return nodes
 
-    def _target(self) -> tuple[ChatEngine, str | None]:
-        if self._llm is not None:
-            return self._llm.engine, self._tenant or self._llm.tenant
-        assert self._engine is not None
-        return self._engine, self._tenant
+    def _target(self) -> tuple[ChatEngine, str | None] | None:
+        if self._engine is not None:
+            return self._engine, self._tenant
+        llm = engine_backed(self._llm)
+        return None if llm is None else (llm.engine, self._tenant or tenant_of(llm))
 
 
 class DenseRetriever(BaseRetriever):
