@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,12 @@ from rich.console import Console
 
 from cachecraft_rag.chunks import ChunkKey
 from cachecraft_rag.events import ChunkDecision, ChunkReport, Reason, RequestDecision, ReuseReport
+from cachecraft_rag.report_view import Fate
 from cachecraft_rag.testing import FakeEngine
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from demo_parts import facts, rag, story, update
-from demo_parts.bar import Cell, Part, cells_of, parts_of
 from demo_parts.data import Passage, Question, in_turns, load
 from demo_parts.facts import Answer, Asked
 from demo_parts.view import LOG_WIDTH, View
@@ -67,10 +66,9 @@ def make_exact(start: int = 10) -> ChunkReport:
     )
 
 
-def make_report(*chunks: ChunkReport, num_head_tokens: int = 0, num_prompt_tokens: int = 0) -> ReuseReport:
-    """A report with `num_head_tokens` of the text before the first chunk reused."""
+def make_report(*chunks: ChunkReport, num_prompt_tokens: int = 0) -> ReuseReport:
     num_tokens = num_prompt_tokens or sum(chunk.num_tokens for chunk in chunks) + 20
-    reused = num_head_tokens + sum(chunk.num_reused_tokens for chunk in chunks)
+    reused = sum(chunk.num_reused_tokens for chunk in chunks)
     recomputed = sum(chunk.num_recomputed_tokens for chunk in chunks)
     return ReuseReport(
         request_id="r",
@@ -110,12 +108,6 @@ class Fixed(BaseRetriever):
 
 def assert_fits(output: str) -> None:
     assert max(map(len, output.splitlines())) <= LOG_WIDTH
-
-
-def assert_parts(report: ReuseReport, expected: Sequence[tuple[Cell, int]]) -> None:
-    parts = parts_of(report)
-    assert [(part.cell, part.num_tokens) for part in parts] == expected
-    assert sum(part.num_tokens for part in parts) == report.num_prompt_tokens
 
 
 def test_the_data_is_as_large_as_promised_and_holds_its_answers() -> None:
@@ -171,27 +163,6 @@ def test_prompts_of_different_length_are_not_compared() -> None:
         )
 
 
-def test_a_bar_shows_every_token_once() -> None:
-    """Head, passages and the text between and after them, in prompt order."""
-    report = make_report(
-        make_moved(10), make_computed(115), make_exact(215), num_head_tokens=4, num_prompt_tokens=330
-    )
-    expected = [(Cell.EXACT, 4), (Cell.NEW, 6), (Cell.MOVED, 80), (Cell.RECOMPUTED, 20), (Cell.NEW, 5)]
-    assert_parts(report, [*expected, (Cell.NEW, 100), (Cell.EXACT, 100), (Cell.NEW, 15)])
-
-
-@pytest.mark.parametrize("sizes", [[1], [5, 0, 5], [1] * 300, [1000, 1, 999]])
-def test_a_bar_is_as_wide_as_asked(sizes: list[int]) -> None:
-    """The cells add up to the width, whatever the parts are."""
-    parts = [Part(Cell.NEW, size) for size in sizes]
-    assert sum(count for _, count in cells_of(parts, 80)) == 80
-
-
-def test_an_empty_prompt_has_no_cells() -> None:
-    """Nothing to show is shown as nothing."""
-    assert list(cells_of([], 80)) == []
-
-
 @pytest.mark.parametrize(
     ("later", "faults", "exit_code"),
     [
@@ -226,7 +197,7 @@ def test_a_question_tells_why_passages_were_computed() -> None:
         "full compute",
         "1 computed, 1 repaired",
         Reason.NOT_CACHED.sentence,
-        Cell.MOVED.glyph,
+        Fate.REUSED.glyph,
     ):
         assert expected in out.getvalue()
     assert_fits(out.getvalue())

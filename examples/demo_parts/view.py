@@ -11,12 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from cachecraft_rag.events import ChunkReport, RequestDecision, ReuseReport
+from cachecraft_rag.report_text import ReportBar, legend
 from demo_parts import facts
-from demo_parts.bar import Cell, cells_of, parts_of
 from demo_parts.data import Question
 from demo_parts.facts import Answer, Asked
 
@@ -51,18 +52,11 @@ class View:
             self.line(f"{'':{INDENT + LABEL_WIDTH}}{other}", style)
 
     def legend(self) -> None:
-        text = Text("Each bar is one prompt:  ")
-        for cell in Cell:
-            text.append(f"{cell.glyph * 2} {cell.meaning}   ", style=cell.style)
-        text.rstrip()
-        self.console.print(text)
-        self.line("(exact: behind the very tokens it was computed behind; others: it was moved and repaired)")
+        self.console.print(Text("Each bar is one prompt:  ").append(legend()))
+        self.line("(exact: behind the very tokens it was computed behind; reused: it was moved and repaired)")
 
     def bar(self, report: ReuseReport) -> None:
-        text = Text(" " * INDENT, no_wrap=True)
-        for cell, count in cells_of(parts_of(report), self.console.width - INDENT):
-            text.append(cell.glyph * count, style=cell.style)
-        self.console.print(text)
+        self.console.print(Padding(ReportBar(report), (0, 0, 0, INDENT)))
 
     def question(self, label: str, question: Question, gold: str = "") -> None:
         """The lines above a bar: a number or a name, the question, and the answer to expect."""

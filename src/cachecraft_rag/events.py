@@ -5,10 +5,13 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from cachecraft_rag.chunks import ChunkKey
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 class ChunkDecision(enum.StrEnum):
@@ -114,6 +117,8 @@ class ChunkReport:
         num_reused_tokens: tokens whose KV was taken over as it was (moved if need be).
         num_recomputed_tokens: cached tokens whose KV was computed again.
         num_computed_tokens: tokens that had no cached KV.
+        num_separator_tokens: tokens right behind the chunk whose KV came with it; in none of its other
+            counts, but in the request's.
         same_predecessors: the chunks before it were the same, in the same order, as at capture.
     """
 
@@ -127,10 +132,24 @@ class ChunkReport:
     num_reused_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_computed_tokens: int = 0
+    num_separator_tokens: int = 0
     tier: str = ""
     cached_start: int = -1
     same_predecessors: bool = False
     variant: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPiece:
+    """A stretch of a prompt that was tokenised on its own: a chunk, or the text around chunks.
+
+    Attributes:
+        start: position of its first token in the prompt. A chunk's is that of its `ChunkReport`.
+    """
+
+    text: str
+    start: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +161,15 @@ class ReuseReport:
 
     Attributes:
         detail: free text that goes with `reason`.
+        num_prefix_tokens: of the reused tokens, those that vLLM's own prefix cache held; the prompt begins
+            with them.
         ttft_s: seconds from the call to the first token, -1 if no token came.
         num_probe_tokens: tokens of the question that were computed once more, to choose by what it
             attends to; they are part of the budget but of none of the other counts.
         load_s / select_s / recompute_s: seconds the worker spent loading KV, choosing tokens and in the
             recompute pass.
+        pieces: the prompt's text, in order, to be shown; empty where only the counts are known. It is
+            neither compared nor in `repr` and `to_dict`: what is logged or stored holds no prompt.
     """
 
     request_id: str
@@ -159,6 +182,7 @@ class ReuseReport:
     num_recomputed_tokens: int = 0
     num_computed_tokens: int = 0
     num_stored_tokens: int = 0
+    num_prefix_tokens: int = 0
     num_probe_tokens: int = 0
     ttft_s: float = -1.0
     load_s: float = 0.0
@@ -166,6 +190,7 @@ class ReuseReport:
     recompute_s: float = 0.0
     loaded_bytes: int = 0
     chunks: tuple[ChunkReport, ...] = field(default=())
+    pieces: tuple[PromptPiece, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def why(self) -> str:
@@ -181,8 +206,10 @@ class ReuseReport:
         return Counter(chunk.decision.value for chunk in self.chunks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-ready data; `from_dict` reverses it."""
-        return asdict(self)
+        """Plain JSON-ready data without the prompt's text; `from_dict` reverses it."""
+        data = asdict(replace(self, pieces=()))
+        del data["pieces"]
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ReuseReport:
@@ -200,3 +227,15 @@ class ReuseReport:
             for chunk in fields.get("chunks", ())
         )
         return cls(**fields)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from cachecraft_rag.report_html import report_html
+
+        return report_html(self)
+
+    def __rich__(self) -> RenderableType:
+        """What `rich.print` shows."""
+        from cachecraft_rag.report_text import report_text
+
+        return report_text(self)

@@ -61,6 +61,21 @@ def test_chunks_are_sent_with_spans_that_hold_their_text(engine, backend, spec_o
     assert text_of_spans(engine, completion, spans) == [QUEEN.text, RIVER.text]
 
 
+@pytest.mark.parametrize("reuse", ["auto", "off"])
+def test_a_report_shows_the_prompt(engine, backend, tokenizer, reuse: str) -> None:
+    """Its pieces are the rendered prompt, cut at the chunks, at the tokens that were sent."""
+    messages = ask(QUEEN, RIVER)
+    completion = engine.chat(messages, chunks=[RIVER, QUEEN], reuse=reuse)
+    pieces = completion.report.pieces
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert "".join(piece.text for piece in pieces) == rendered
+    ids = backend.requests[0].token_ids
+    for piece in pieces:
+        assert tokenizer.decode(ids[piece.start : piece.start + piece.num_tokens]) == piece.text
+    assert {QUEEN.text, RIVER.text} < {piece.text for piece in pieces}
+    assert QUEEN.text in completion._repr_html_()
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_async_calls_answer_like_the_others(engine: CacheCraftEngine, is_stream: bool) -> None:
     """Awaited and streamed calls give the same completion from a loop of the caller's own."""

@@ -7,10 +7,13 @@ import copy
 import pickle
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import llama_index.core
 import pytest
+from llama_index.core import Document, PromptHelper, PromptTemplate, Settings, SummaryIndex
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -20,6 +23,7 @@ from llama_index.core.base.llms.types import (
     TextBlock,
 )
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
 
 from cachecraft_rag import CacheCraftConfig, Chunk
 from cachecraft_rag.engine import Completion, CompletionDelta, Message
@@ -219,24 +223,61 @@ def test_metadata_is_the_engines(engine: FakeEngine) -> None:
     """LlamaIndex sees the real window and the length kept free for the answer."""
     metadata = CacheCraftLLM(engine=engine, max_tokens=100).metadata
     assert (metadata.context_window, metadata.num_output) == (4096, 100)
-    assert (metadata.is_chat_model, metadata.is_function_calling_model) == (True, False)
+    assert metadata.is_chat_model
     assert metadata.model_name == "fake-model"
 
 
-def test_given_window_needs_no_engine() -> None:
-    """With the window given, reading metadata or tracing data starts no engine."""
-    explicit = CacheCraftLLM("no-such-model", context_window=1000)
-    from_args = CacheCraftLLM("no-such-model", engine_args={"max_model_len": 2000})
+def test_given_facts_need_no_engine() -> None:
+    """With window and tools given, reading metadata or tracing data starts no engine."""
+    explicit = CacheCraftLLM("no-such-model", context_window=1000, is_function_calling_model=True)
+    from_args = CacheCraftLLM(
+        "no-such-model", engine_args={"max_model_len": 2000}, is_function_calling_model=False
+    )
     assert (explicit.metadata.context_window, from_args.metadata.context_window) == (1000, 2000)
+    assert (explicit.metadata.is_function_calling_model, from_args.metadata.is_function_calling_model) == (
+        True,
+        False,
+    )
     assert "engine_args" not in from_args.to_payload()
 
 
-def test_usage_is_counted_by_llama_index(engine: FakeEngine) -> None:
-    """LlamaIndex's own token counter reads the usage of the response."""
+async def answer_by(llm: CacheCraftLLM, endpoint: str, prompt: str) -> Any:
+    """The (last) response that one of the eight endpoints gives."""
+    given = prompt if "complete" in endpoint else [ChatMessage(prompt)]
+    result = getattr(llm, endpoint)(given)
+    if endpoint.startswith("a"):
+        result = await result
+    if isinstance(result, AsyncGenerator):
+        return [piece async for piece in result][-1]
+    return list(result)[-1] if isinstance(result, Generator) else result
+
+
+ENDPOINTS = [f"{kind}{name}" for name in ("chat", "complete") for kind in ("", "a", "stream_", "astream_")]
+each_endpoint = pytest.mark.parametrize("endpoint", ENDPOINTS)
+
+
+@each_endpoint
+async def test_usage_is_counted_by_llama_index(engine: FakeEngine, endpoint: str) -> None:
+    """LlamaIndex's own token counter reads the usage, of streams from their last piece."""
     counter = TokenCountingHandler()
-    CacheCraftLLM(engine=engine, callback_manager=CallbackManager([counter])).chat(QUESTION)
+    llm = CacheCraftLLM(engine=engine, callback_manager=CallbackManager([counter]))
+    await answer_by(llm, endpoint, "Who wrote Faust?")
     # The fake counts words: "user: Who wrote Faust?" and the answer.
     assert (counter.prompt_llm_token_count, counter.completion_llm_token_count) == (4, 3)
+
+
+@each_endpoint
+async def test_usage_tells_what_the_cache_gave(llm: CacheCraftLLM, engine: FakeEngine, endpoint: str) -> None:
+    """Tokens read from the cache are counted as the report has them."""
+    engine.warm([Chunk(PASSAGE)])
+    response = await answer_by(llm, endpoint, f"{PASSAGE} Who?")
+    assert response.raw["usage"] == {
+        "prompt_tokens": 8,
+        "completion_tokens": 3,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 6, "cache_creation_tokens": 0},
+    }
+    assert report_of(response).num_reused_tokens == 6
 
 
 def test_every_answer_carries_its_report(llm: CacheCraftLLM) -> None:
@@ -259,7 +300,7 @@ def test_interleaved_streams_keep_their_own_reports(llm: CacheCraftLLM, engine: 
 
 
 class _GatedEngine(FakeEngine):
-    """Answers only once `gate` is open, and notes when a stream is given up."""
+    """Its coroutines answer only once `gate` is open; notes when a stream is given up."""
 
     def __init__(self) -> None:
         super().__init__(ANSWER)
@@ -284,6 +325,7 @@ class _GatedEngine(FakeEngine):
     async def astream_chat(
         self, messages: Sequence[Message], *, chunks: Sequence[Chunk] = (), **options: Any
     ) -> AsyncIterator[CompletionDelta]:
+        await self.gate.wait()
         try:
             async for delta in super().astream_chat(messages, chunks=chunks, **options):
                 yield delta
@@ -292,21 +334,57 @@ class _GatedEngine(FakeEngine):
             raise
 
 
-async def test_async_calls_overlap() -> None:
+@pytest.mark.parametrize("endpoint", [name for name in ENDPOINTS if name.startswith("a")])
+async def test_async_calls_overlap(endpoint: str) -> None:
     """While one answer is awaited, the loop goes on, so a second one can be asked for."""
     engine = _GatedEngine()
     llm = CacheCraftLLM(engine=engine)
-    waiting = [asyncio.create_task(llm.achat(QUESTION)) for _ in range(2)]
-    await asyncio.sleep(0)
+    waiting = [asyncio.create_task(answer_by(llm, endpoint, "Who?")) for _ in range(2)]
+    for _ in range(5):
+        await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
     engine.gate.set()
     for response in await asyncio.gather(*waiting):
-        assert_whole_chat(response)
+        assert response.raw["finish_reason"] == "stop"
+
+
+class _PiecewiseEngine(FakeEngine):
+    """Notes how much of a stream was taken."""
+
+    num_taken = 0
+
+    def stream_chat(
+        self, messages: Sequence[Message], *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> Iterator[CompletionDelta]:
+        for delta in super().stream_chat(messages, chunks=chunks, **options):
+            self.num_taken += 1
+            yield delta
+
+    async def astream_chat(
+        self, messages: Sequence[Message], *, chunks: Sequence[Chunk] = (), **options: Any
+    ) -> AsyncIterator[CompletionDelta]:
+        async for delta in super().astream_chat(messages, chunks=chunks, **options):
+            self.num_taken += 1
+            yield delta
+
+
+@pytest.mark.parametrize("endpoint", [name for name in ENDPOINTS if "stream" in name])
+async def test_streams_hand_on_each_piece_at_once(endpoint: str) -> None:
+    """A piece is there as soon as the engine has it, and no other was taken for it."""
+    engine = _PiecewiseEngine(ANSWER)
+    llm = CacheCraftLLM(engine=engine)
+    stream = getattr(llm, endpoint)("Who?" if "complete" in endpoint else QUESTION)
+    if endpoint.startswith("a"):
+        first = await anext(await stream)
+    else:
+        first = next(stream)
+    assert (first.delta, engine.num_taken) == ("Goethe", 1)
 
 
 async def test_giving_up_a_stream_gives_up_the_engines() -> None:
     """A reader that stops early closes the engine's stream, which ends the request."""
     engine = _GatedEngine()
+    engine.gate.set()
     llm = CacheCraftLLM(engine=engine)
     stream = llm.stream_chat(QUESTION)
     next(stream)
@@ -355,6 +433,151 @@ def test_close_lets_go_of_the_engine(engine: FakeEngine) -> None:
     with pytest.raises(EngineClosedError, match="make a new one"):
         llm.chat(QUESTION)
     assert not engine.is_closed
+
+
+def test_a_calls_stop_takes_the_place_of_the_constructors(engine: FakeEngine) -> None:
+    """As every option: the call's own, else the constructor's; an empty list is none."""
+    llm = CacheCraftLLM(engine=engine, additional_kwargs={"stop": ["\n"]})
+    for given in ({}, {"stop": ["."]}, {"stop": []}):
+        llm.chat(QUESTION, **given)
+    assert [call.options["stop"] for call in engine.calls] == [["\n"], ["."], []]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{braces} {{twice}} {0}",
+        "a \"quoted\" 'word'",
+        "line\r\nbreak",
+        "Oslo 🇳🇴",
+        "  leading\n",
+        "<|im_end|>",
+        "",
+    ],
+)
+async def test_text_reaches_the_engine_as_it_is(llm: CacheCraftLLM, engine: FakeEngine, text: str) -> None:
+    """No endpoint formats, strips or escapes what it is given."""
+    for endpoint in ENDPOINTS:
+        await answer_by(llm, endpoint, text)
+    assert {call.messages[0]["content"] for call in engine.calls} == {text}
+
+
+def test_two_models_share_one_engine(engine: FakeEngine) -> None:
+    """Each keeps its settings and its last report; what one has computed, the other reuses."""
+    brief, careful = CacheCraftLLM(engine=engine, max_tokens=1), CacheCraftLLM(engine=engine)
+    prompt = [ChatMessage(f"{PASSAGE} Who?")]
+    engine.prefetch([Chunk(PASSAGE)])
+    assert brief.chat(prompt).message.content == "Goethe"
+    assert careful.chat(prompt).message.content == ANSWER
+    assert brief.last_report is not None and brief.last_report.reason is Reason.NOT_CACHED
+    assert careful.last_report is not None and careful.last_report.reason is Reason.SAME_PREFIX
+
+
+def test_threads_get_their_own_answers() -> None:
+    """Calls from many threads at once: each answer and report belongs to its prompt."""
+    llm = CacheCraftLLM(engine=FakeEngine(lambda prompt: prompt.upper()))
+
+    def ask(number: int) -> tuple[str, str | None]:
+        passage = f"passage {number}"
+        response = llm.chat([ChatMessage(passage)], chunks=[Chunk(passage, doc_id=str(number))])
+        return str(response.message.content), report_of(response).chunks[0].doc_id
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(8)))
+    assert answers == [(f"USER: PASSAGE {number}", str(number)) for number in range(8)]
+
+
+def test_async_calls_run_in_a_loop_of_any_thread(llm: CacheCraftLLM) -> None:
+    """Where no loop runs, `asyncio.run` makes one; two in turn and one in a thread work on one engine."""
+    calls = [lambda: asyncio.run(answer_by(llm, "achat", "Who?"))] * 2
+    for call in calls:
+        assert_whole_chat(call())
+    with ThreadPoolExecutor(1) as pool:
+        assert_whole_chat(pool.submit(calls[0]).result())
+
+
+async def test_sync_calls_work_in_a_running_loop(llm: CacheCraftLLM) -> None:
+    """As in a notebook cell."""
+    assert_whole_chat(llm.chat(QUESTION))
+    assert_chat_stream(list(llm.stream_chat(QUESTION)), llm)
+
+
+def faust_index(nodes: Sequence[BaseNode]) -> SummaryIndex:
+    return SummaryIndex(list(nodes))
+
+
+@pytest.mark.parametrize(
+    "given", [list, faust_index, lambda nodes: [NodeWithScore(node=node, score=0.5) for node in nodes]]
+)
+def test_warm_computes_nodes_as_the_model_sees_them(
+    engine: FakeEngine, nodes: list[TextNode], given: Any
+) -> None:
+    """Nodes, scored nodes or an index: texts with metadata and sources, behind the system prompt."""
+    llm = CacheCraftLLM(engine=engine, tenant="acme")
+    assert llm.warm(given(nodes), system="Be brief.", show_progress=True, neighbours=True) == 3
+    call = engine.last_call
+    assert (call.method, call.options["system"], call.options["tenant"]) == ("warm", "Be brief.", "acme")
+    assert (call.options["show_progress"], call.options["neighbours"]) == (True, True)
+    assert [chunk.doc_id for chunk in call.chunks] == ["doc-faust", "doc-faust", "oslo"]
+    assert call.chunks[0].text == "title: Faust\n\n  Faust is a tragedy by Goethe."
+    assert not any(chunk.is_shared for chunk in call.chunks)
+
+
+def test_what_was_warmed_is_reused(llm: CacheCraftLLM) -> None:
+    """A document and an answer's prompt that holds it meet in the store; public ones if so marked."""
+    document = Document(text=PASSAGE, doc_id="faust")
+    assert llm.warm([document]) == 1
+    assert report_of(llm.chat([ChatMessage(f"{PASSAGE} Who?")])).num_reused_tokens > 0
+    llm.warm([document], is_shared=True)
+    assert isinstance(llm.engine, FakeEngine)
+    assert llm.engine.last_call.chunks == (Chunk(PASSAGE, "faust", document.hash, True),)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("Faust", "nodes is a str: pass a sequence of nodes, or an index"),
+        (["Faust"], r"nodes\[0\] is a str"),
+        (SummaryIndex([]), "document store holds no nodes.*pass the nodes"),
+    ],
+)
+def test_warm_refuses_what_is_no_node(llm: CacheCraftLLM, given: Any, message: str) -> None:
+    """The error says what to pass, also for an index whose vector store keeps the texts."""
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.warm(given)
+
+
+@pytest.fixture
+def clean_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LlamaIndex's global state as a new process has it, put back afterwards."""
+    for name in ("_llm", "_prompt_helper", "_chat_prompt_helper", "_callback_manager"):
+        monkeypatch.setattr(Settings, name, None)
+    monkeypatch.setattr(llama_index.core, "global_tokenizer", None)
+
+
+def test_configured_settings_count_with_the_models_tokenizer(
+    clean_settings: None, llm: CacheCraftLLM
+) -> None:
+    """What LlamaIndex packs is measured in the model's tokens, against the model's window."""
+    assert Settings.tokenizer("one two three") != llm.engine.encode("one two three")
+    Settings.prompt_helper = PromptHelper(context_window=99)
+    assert llm.configure_settings() is llm
+    assert Settings.llm is llm
+    assert Settings.tokenizer("one two three") == llm.engine.encode("one two three")
+    assert (Settings.context_window, Settings.num_output) == (4096, 256)
+    assert (Settings.chat_context_window, Settings.chat_num_output) == (4096, 256)
+    # 3000 words are as many tokens of the fake, but more than the window in LlamaIndex's own.
+    passage = " ".join(["Donaudampfschiff"] * 3000)
+    assert Settings.prompt_helper.repack(PromptTemplate("{context_str}"), [passage]) == [passage]
+
+
+def test_an_index_without_a_model_uses_the_configured_one(
+    clean_settings: None, llm: CacheCraftLLM, engine: FakeEngine, nodes: list[TextNode]
+) -> None:
+    """`as_query_engine()` needs no `llm=` then."""
+    llm.configure_settings()
+    assert str(faust_index(nodes).as_query_engine().query("Who wrote Faust?")) == ANSWER
+    assert "Faust is a tragedy" in engine.last_call.prompt
 
 
 def test_missing_extra_is_named() -> None:

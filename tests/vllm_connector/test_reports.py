@@ -16,6 +16,7 @@ from cachecraft_rag.events import ChunkDecision, ChunkReport, Reason, RequestDec
 from cachecraft_rag.planner.build import build_plan
 from cachecraft_rag.planner.plan import PlanRequest, ReusePlan
 from cachecraft_rag.planner.strategies import STRATEGIES
+from cachecraft_rag.report_view import Fate, parts_of
 from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
 from cachecraft_rag.vllm_connector.reports import build_report
 from cachecraft_rag.vllm_connector.request_state import RequestState
@@ -168,6 +169,20 @@ def test_counts_add_up(state: RequestState) -> None:
     report = build_report(state)
     assert sum(counts(report).values()) == report.num_prompt_tokens
     assert all(sum(counts(chunk).values()) == chunk.num_tokens for chunk in report.chunks)
+
+
+@given(states())
+def test_every_token_is_shown_as_what_became_of_it(state: RequestState) -> None:
+    """A report's parts place each token; those recomputed within a chunk are only counted."""
+    report = build_report(state)
+    names = {Fate.EXACT: "reused", Fate.REUSED: "reused", Fate.RECOMPUTED: "recomputed", Fate.NEW: "computed"}
+    shown = [names[part.fate] for part in parts_of(report) for _ in range(part.num_tokens)]
+    fates = fate_of_tokens(state)
+    for chunk in report.chunks:
+        inside = slice(chunk.start, chunk.start + chunk.num_tokens)
+        assert Counter(shown[inside]) == Counter(fates[inside])
+        shown[inside] = fates[inside]
+    assert shown == fates
 
 
 @given(states())

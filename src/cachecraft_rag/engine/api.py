@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, runtime_checkable
+from html import escape
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.engine.tools import StructuredOutput, ToolCall
 from cachecraft_rag.errors import InvalidRequestError
 from cachecraft_rag.events import ReuseReport
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
 """Key of vLLM's `extra_args` under which a request speaks to its KV connector."""
@@ -119,6 +123,18 @@ class Completion:
     def num_cache_creation_tokens(self) -> int:
         """Prompt tokens whose KV was stored for later requests, none of them counted as read too."""
         return min(self.report.num_stored_tokens, self.num_prompt_tokens - self.num_cache_read_tokens)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the answer above its report."""
+        answer = f'<div style="white-space:pre-wrap;margin-bottom:8px">{escape(self.text)}</div>'
+        return answer + self.report._repr_html_()
+
+    def __rich__(self) -> RenderableType:
+        """What `rich.print` shows: the answer above its report."""
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(Text(self.text), Text(), self.report)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cachecraft_rag.chunks import Chunk, ChunkKey, PromptLayout, Segment
-from cachecraft_rag.events import ChunkDecision, ChunkReport, Reason, RequestDecision, ReuseReport
+from cachecraft_rag.events import (
+    ChunkDecision,
+    ChunkReport,
+    PromptPiece,
+    Reason,
+    RequestDecision,
+    ReuseReport,
+)
 
 
 def full_report(request_id: str, layout: PromptLayout, reason: Reason, detail: str = "") -> ReuseReport:
@@ -22,9 +29,13 @@ def full_report(request_id: str, layout: PromptLayout, reason: Reason, detail: s
     )
 
 
-def complete_report(report: ReuseReport, *, ttft_s: float, absent: Sequence[ChunkReport] = ()) -> ReuseReport:
-    """Add the time to the first token and the chunks that were passed but are not in the prompt."""
-    return replace(report, ttft_s=ttft_s, chunks=(*report.chunks, *absent))
+def complete_report(
+    report: ReuseReport, layout: PromptLayout, *, ttft_s: float, absent: Sequence[ChunkReport] = ()
+) -> ReuseReport:
+    """Add the time to the first token, the chunks that were passed but are not in the prompt, and the
+    prompt's pieces."""
+    pieces = tuple(PromptPiece(part.text, part.span.start, len(part.span)) for part in layout.segments)
+    return replace(report, ttft_s=ttft_s, chunks=(*report.chunks, *absent), pieces=pieces)
 
 
 def absent_chunks(

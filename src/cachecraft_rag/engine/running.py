@@ -330,7 +330,7 @@ class RunningEngine:
             tool_calls=reading.tool_calls,
             token_ids=tuple(answer.token_ids),
             finish_reason=_finish_reason(reading, answer),
-            report=complete_report(report, ttft_s=answer.ttft_s, absent=prepared.absent),
+            report=complete_report(report, prepared.layout, ttft_s=answer.ttft_s, absent=prepared.absent),
             prompt_token_ids=prepared.layout.token_ids,
             logprobs=tuple(answer.logprobs) if prepared.request.sampling.logprobs is not None else None,
         )

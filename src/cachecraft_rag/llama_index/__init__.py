@@ -17,8 +17,17 @@ except ModuleNotFoundError as error:
         "cachecraft_rag.llama_index needs LlamaIndex: run `pip install 'cachecraft-rag[llama-index]'`"
     ) from error
 
+from cachecraft_rag.llama_index._events import ChunkReuseEvent
+from cachecraft_rag.llama_index._structured import AnswerFormError
 from cachecraft_rag.llama_index.embedding import DefaultEmbedding
 from cachecraft_rag.llama_index.llm import CacheCraftLLM
 from cachecraft_rag.llama_index.retriever import CacheCraftRetriever, DenseRetriever
 
-__all__ = ["CacheCraftLLM", "CacheCraftRetriever", "DefaultEmbedding", "DenseRetriever"]
+__all__ = [
+    "AnswerFormError",
+    "CacheCraftLLM",
+    "CacheCraftRetriever",
+    "ChunkReuseEvent",
+    "DefaultEmbedding",
+    "DenseRetriever",
+]

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from llama_index.core.base.llms.types import LLMMetadata
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.llms.llm import LLM
+from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.schema import BaseNode, NodeWithScore
+from llama_index.core.settings import Settings
 
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine import CallOptions, ChatEngine
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.events import ReuseReport
+from cachecraft_rag.llama_index._convert import nodes_of, to_chunks
 from cachecraft_rag.llama_index._handle import EngineHandle
 
+if TYPE_CHECKING:
+    from llama_index.core.indices.base import BaseIndex
 
-# Not a FunctionCallingLLM: tools are not offered, and its abstract methods would be stubs.
+
 # Not a CustomLLM: its chat joins messages as plain text, and its async methods block the loop.
-class EngineBackedLLM(LLM):
+class EngineBackedLLM(FunctionCallingLLM):
     """Base of `CacheCraftLLM`, where the arguments are described."""
 
     model: str = Field(default="", description="Model folder or name; empty with an engine of the caller's.")
@@ -28,6 +34,7 @@ class EngineBackedLLM(LLM):
     temperature: float = Field(default=0.0, description="0 is greedy.")
     max_tokens: int = Field(default=256, description="Most tokens of an answer.")
     context_window: int | None = Field(default=None, description="Tokens of prompt and answer.")
+    is_function_calling_model: bool | None = Field(default=None, description="None asks the engine.")
     reuse: str = Field(default="auto", description="Reuse mode or name of a strategy.")
     recompute_ratio: float | None = Field(default=None, description="Share of reused chunks to recompute.")
     tenant: str | None = Field(default=None, description="No KV crosses it.")
@@ -45,6 +52,7 @@ class EngineBackedLLM(LLM):
         temperature: float = 0.0,
         max_tokens: int = 256,
         context_window: int | None = None,
+        is_function_calling_model: bool | None = None,
         reuse: str = "auto",
         recompute_ratio: float | None = None,
         tenant: str | None = None,
@@ -60,6 +68,7 @@ class EngineBackedLLM(LLM):
             "temperature": temperature,
             "max_tokens": max_tokens,
             "context_window": context_window,
+            "is_function_calling_model": is_function_calling_model,
             "reuse": reuse,
             "recompute_ratio": recompute_ratio,
             "tenant": tenant,
@@ -90,7 +99,7 @@ class EngineBackedLLM(LLM):
             context_window=self._window(),
             num_output=self.max_tokens,
             is_chat_model=True,
-            is_function_calling_model=False,
+            is_function_calling_model=self._calls_functions(),
             model_name=self._model_name(),
         )
 
@@ -105,6 +114,49 @@ class EngineBackedLLM(LLM):
             "reuse": self.reuse,
             "is_chat_model": True,
         }
+
+    def warm(
+        self,
+        nodes: Sequence[BaseNode | NodeWithScore] | BaseIndex[Any],
+        *,
+        system: str | None = None,
+        is_shared: bool = False,
+        neighbours: bool = False,
+        show_progress: bool = False,
+    ) -> int:
+        """Compute and store the KV of nodes ahead of the first question.
+
+        Args:
+            nodes: nodes, documents, or an index, of which those in its document store are taken. Their
+                texts are as response synthesizers show them to the model, metadata included.
+            system: the system prompt that will stand before them.
+            is_shared: they are public: stored once, for retrievers with `is_shared=True` of any tenant.
+            neighbours: compute each behind its nearest neighbours; see `CacheCraftEngine.warm`.
+
+        Returns:
+            The number of distinct texts that are in the store afterwards.
+
+        Raises:
+            InvalidRequestError: `nodes` is none of these, or the index keeps no nodes.
+            PromptTooLongError: a node does not fit the model's window.
+            EngineError: the engine does not start, is closed, or fails the request.
+        """
+        options: dict[str, Any] = {"neighbours": neighbours, "show_progress": show_progress}
+        chunks = to_chunks(nodes_of(nodes), is_shared=is_shared)
+        return self.engine.warm(chunks, system=system, tenant=self.tenant, **options)
+
+    def configure_settings(self) -> Self:
+        """Make this the model of LlamaIndex's `Settings`, which are global: they hold for all code of this
+        process that names no model of its own. Also sets the tokenizer, and prompt helpers that count with
+        it, so that what LlamaIndex packs into a prompt fits the window. Starts the engine.
+
+        A node parser that `Settings` has already keeps the tokenizer it was made with.
+        """
+        Settings.llm = self
+        Settings.tokenizer = self.engine.encode
+        Settings.prompt_helper = PromptHelper.from_llm_metadata(self.metadata)
+        Settings.chat_prompt_helper = ChatPromptHelper.from_llm_metadata(self.metadata)
+        return self
 
     def close(self) -> None:
         """Let go of the engine. One made here ends when its last user let go of it, for models with
@@ -140,6 +192,10 @@ class EngineBackedLLM(LLM):
     def _window(self) -> int:
         given = self.context_window or self.engine_args.get("max_model_len")
         return given if isinstance(given, int) and given > 0 else self.engine.max_model_len
+
+    def _calls_functions(self) -> bool:
+        given = self.is_function_calling_model
+        return self.engine.has_tool_parser if given is None else given
 
     def _model_name(self) -> str:
         return self.model or self.engine.model_name

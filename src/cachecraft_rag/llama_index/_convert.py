@@ -11,12 +11,15 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     MessageRole,
     TextBlock,
+    ToolCallBlock,
 )
+from llama_index.core.indices.base import BaseIndex
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.engine.api import Completion, Message
 from cachecraft_rag.errors import InvalidRequestError
+from cachecraft_rag.llama_index._tools import LEGACY_CALLS_KEY, to_blocks, to_openai_call
 
 REPORT_KEY = "cachecraft"
 """Where `additional_kwargs` of a response holds `ReuseReport.to_dict()`."""
@@ -32,35 +35,53 @@ _ROLES = {
 
 def to_engine_messages(messages: Sequence[ChatMessage]) -> list[Message]:
     """Messages as the engine takes them. Text blocks stay apart; the engine joins them by a newline,
-    as `ChatMessage.content` does.
+    as `ChatMessage.content` does. Of `additional_kwargs`, a tool's `tool_call_id` and `name` are read.
 
     Raises:
-        InvalidRequestError: a message holds a block that is no text.
+        InvalidRequestError: a message holds a block that is neither text nor a tool call of the assistant's.
     """
     return [_to_engine_message(index, message) for index, message in enumerate(messages)]
 
 
 def _to_engine_message(index: int, message: ChatMessage) -> Message:
-    texts = [_block_text(index, block) for block in message.blocks]
+    role = _ROLES.get(message.role, message.role.value)
+    texts = [block.text for block in message.blocks if isinstance(block, TextBlock)]
+    calls = [to_openai_call(block) for block in message.blocks if isinstance(block, ToolCallBlock)]
+    _check_blocks(index, role, message)
     # One text as a plain string, the form that every engine and test double reads.
     blocks = [{"type": "text", "text": text} for text in texts]
     content = blocks if len(blocks) > 1 else "".join(texts)
-    return {"role": _ROLES.get(message.role, message.role.value), "content": content}
+    tool_calls = {"tool_calls": calls} if calls else {}
+    return {"role": role, "content": content, **tool_calls, **_tool_fields(role, message)}
 
 
-def _block_text(index: int, block: object) -> str:
-    if not isinstance(block, TextBlock):
-        raise InvalidRequestError(
-            f"messages[{index}] holds a {type(block).__name__}: this model reads text only, "
-            "so pass TextBlock or a plain string"
-        )
-    return block.text
+def _check_blocks(index: int, role: str, message: ChatMessage) -> None:
+    for block in message.blocks:
+        if isinstance(block, ToolCallBlock):
+            if role != "assistant":
+                raise InvalidRequestError(
+                    f"messages[{index}] of role {role!r} holds a ToolCallBlock: only an assistant calls tools"
+                )
+        elif not isinstance(block, TextBlock):
+            raise InvalidRequestError(
+                f"messages[{index}] holds a {type(block).__name__}: this model reads text only, "
+                "so pass TextBlock or a plain string"
+            )
+
+
+def _tool_fields(role: str, message: ChatMessage) -> dict[str, Any]:
+    """Which call a tool's message answers."""
+    given = message.additional_kwargs if role == "tool" else {}
+    return {name: given[name] for name in ("tool_call_id", "name") if given.get(name)}
 
 
 def chat_response(text: str, delta: str | None, completion: Completion | None, model: str) -> ChatResponse:
-    """A whole answer (`delta` None) or a streamed piece: `text` is all of it so far. What it cost is
-    known with the last piece only, when `completion` is there."""
-    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
+    """A whole answer (`delta` None) or a streamed piece: `text` is all of it so far. Its tool calls and
+    what it cost are known with the last piece only, when `completion` is there."""
+    calls = to_blocks(completion.tool_calls) if completion else []
+    texts = [TextBlock(text=text)] if text or not calls else []
+    extra = {LEGACY_CALLS_KEY: [to_openai_call(call) for call in calls]} if calls else {}
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*texts, *calls], additional_kwargs=extra)
     return ChatResponse(message=message, delta=delta, **_account(completion, model))
 
 
@@ -85,20 +106,51 @@ def _account(completion: Completion | None, model: str) -> dict[str, Any]:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_answer,
             "total_tokens": num_prompt + num_answer,
+            "prompt_tokens_details": {
+                "cached_tokens": completion.num_cache_read_tokens,
+                "cache_creation_tokens": completion.num_cache_creation_tokens,
+            },
         },
     }
     return {"raw": raw, "additional_kwargs": {REPORT_KEY: completion.report.to_dict()}}
 
 
-def to_chunks(nodes: Iterable[NodeWithScore], *, is_shared: bool = False) -> list[Chunk]:
+def to_chunks(nodes: Iterable[NodeWithScore | BaseNode], *, is_shared: bool = False) -> list[Chunk]:
     """The texts of nodes as response synthesizers show them to the model; nodes without any are
     left out.
 
     `doc_id` is the id of the source document, else of the node. `version` is the hash LlamaIndex
     keeps of the same, so it changes with the document's text or metadata.
     """
-    chunks = (_to_chunk(scored.node, is_shared) for scored in nodes)
+    plain = (node.node if isinstance(node, NodeWithScore) else node for node in nodes)
+    chunks = (_to_chunk(node, is_shared) for node in plain)
     return [chunk for chunk in chunks if chunk is not None]
+
+
+def nodes_of(source: Sequence[NodeWithScore | BaseNode] | BaseIndex[Any]) -> list[NodeWithScore | BaseNode]:
+    """The nodes of an index's document store, or those that are given.
+
+    Raises:
+        InvalidRequestError: it is neither an index nor a sequence of nodes, or the index keeps no nodes.
+    """
+    if isinstance(source, BaseIndex):
+        found = list(source.docstore.docs.values())
+        if not found:
+            raise InvalidRequestError(
+                "the index's document store holds no nodes, as with vector stores that keep the texts "
+                "themselves: pass the nodes"
+            )
+        return [*found]
+    if isinstance(source, str) or not isinstance(source, Sequence):
+        raise InvalidRequestError(
+            f"nodes is a {type(source).__name__}: pass a sequence of nodes, or an index"
+        )
+    for index, node in enumerate(source):
+        if not isinstance(node, (NodeWithScore, BaseNode)):
+            raise InvalidRequestError(
+                f"nodes[{index}] is a {type(node).__name__}: pass nodes, documents or NodeWithScore"
+            )
+    return list(source)
 
 
 def _to_chunk(node: BaseNode, is_shared: bool) -> Chunk | None:

@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from cachecraft_rag.chunks import Chunk, chunk_key
@@ -19,7 +20,14 @@ from cachecraft_rag.engine.options import CallOptions, check_chunks, check_messa
 from cachecraft_rag.engine.reports import absent_chunk
 from cachecraft_rag.engine.router import asked_for_full
 from cachecraft_rag.errors import EngineClosedError
-from cachecraft_rag.events import ChunkDecision, ChunkReport, Reason, RequestDecision, ReuseReport
+from cachecraft_rag.events import (
+    ChunkDecision,
+    ChunkReport,
+    PromptPiece,
+    Reason,
+    RequestDecision,
+    ReuseReport,
+)
 from cachecraft_rag.testing.answers import FakeAnswer, Reply, in_form, tool_calls
 
 _DEFAULT_TENANT = "default"
@@ -46,7 +54,8 @@ class FakeCall:
 class FakeEngine:
     """A `ChatEngine` with no model behind it.
 
-    A "token" is a word with the white space before it. Chunks are matched by their text, whether
+    A "token" is a word with the white space before it; chunks and the texts around them are cut into
+    tokens each on its own. Chunks are matched by their text, whether
     passed with this call, with an earlier one, or to `prefetch`. Arguments are checked as by the
     real engine, so a test also finds an unknown option or a chunk that is a plain string.
 
@@ -217,6 +226,7 @@ class FakeEngine:
         options = CallOptions.from_kwargs(call.options)
         self.calls.append(call)
         answer = in_form(self._next_reply(call.prompt), options)
+        report = self._report(call, options)
         words = _words(answer.text)
         kept = words[: options.sampling.max_tokens]
         finished = "tool_calls" if answer.tool_calls else "stop"
@@ -225,8 +235,8 @@ class FakeEngine:
             token_ids=_token_ids(kept),
             finish_reason=finished if len(kept) == len(words) else "length",
             tool_calls=tool_calls(answer, len(self.calls)),
-            report=self._report(call, options),
-            prompt_token_ids=_token_ids(_words(call.prompt)),
+            report=report,
+            prompt_token_ids=_token_ids([word for piece in report.pieces for word in _words(piece.text)]),
             logprobs=_fake_logprobs(kept) if options.sampling.logprobs is not None else None,
         )
 
@@ -251,10 +261,13 @@ class FakeEngine:
         tenant = options.tenant or _DEFAULT_TENANT
         self._remember(tenant, call.chunks)
         found = _find(call.prompt, self._known.get(tenant, {}))
-        reports = [self._report_chunk(call.prompt, at, chunk, tenant, options) for at, chunk in found]
+        pieces = _pieces(call.prompt, found)
+        reports = [
+            self._report_chunk(call.prompt[:at], pieces[at], chunk, tenant, options) for at, chunk in found
+        ]
         matched = {chunk.text.strip() for _, chunk in found}
         reports += [_absent(chunk, tenant) for chunk in call.chunks if chunk.text.strip() not in matched]
-        num_tokens = len(_words(call.prompt))
+        num_tokens = sum(piece.num_tokens for piece in pieces.values())
         num_reused = sum(report.num_reused_tokens for report in reports)
         return ReuseReport(
             request_id=f"fake-{len(self.calls)}",
@@ -266,25 +279,25 @@ class FakeEngine:
             num_computed_tokens=num_tokens - num_reused,
             ttft_s=0.0,
             chunks=tuple(reports),
+            pieces=tuple(pieces.values()),
         )
 
     def _report_chunk(
-        self, prompt: str, at: int, chunk: Chunk, tenant: str, options: CallOptions
+        self, prefix: str, piece: PromptPiece, chunk: Chunk, tenant: str, options: CallOptions
     ) -> ChunkReport:
-        text = chunk.text.strip()
-        prefixes = self._prefixes.get((tenant, text), set())
-        decision, reason = _decide(prefixes, prompt[:at], options)
+        prefixes = self._prefixes.get((tenant, piece.text), set())
+        decision, reason = _decide(prefixes, prefix, options)
         if options.store:
-            self._prefixes.setdefault((tenant, text), set()).add(prompt[:at])
-        num_tokens = len(_words(text))
+            self._prefixes.setdefault((tenant, piece.text), set()).add(prefix)
+        num_tokens = piece.num_tokens
         is_computed = decision is ChunkDecision.COMPUTED
         return ChunkReport(
-            chunk_key=chunk_key(tenant, _token_ids(_words(text))),
+            chunk_key=chunk_key(tenant, _token_ids(_words(piece.text))),
             doc_id=chunk.doc_id,
             version=chunk.version,
             decision=decision,
             reason=reason,
-            start=len(_words(prompt[:at])),
+            start=piece.start,
             num_tokens=num_tokens,
             num_reused_tokens=0 if is_computed else num_tokens,
             num_computed_tokens=num_tokens if is_computed else 0,
@@ -329,6 +342,17 @@ def _find(prompt: str, known: Mapping[str, Chunk]) -> list[tuple[int, Chunk]]:
         return []
     pattern = "|".join(re.escape(text) for text in sorted(known, key=len, reverse=True))
     return [(match.start(), known[match.group()]) for match in re.finditer(pattern, prompt)]
+
+
+def _pieces(prompt: str, found: Sequence[tuple[int, Chunk]]) -> dict[int, PromptPiece]:
+    """The prompt cut at its chunks: position in the text → piece, in order."""
+    ends = {at + len(chunk.text.strip()) for at, chunk in found}
+    edges = sorted({0, len(prompt), *ends, *(at for at, _ in found)})
+    pieces, num_tokens = {}, 0
+    for start, end in pairwise(edges):
+        pieces[start] = PromptPiece(prompt[start:end], num_tokens, len(_words(prompt[start:end])))
+        num_tokens += pieces[start].num_tokens
+    return pieces
 
 
 def _decide(prefixes: set[str], prefix: str, options: CallOptions) -> tuple[ChunkDecision, Reason]:

@@ -35,7 +35,7 @@ def build_report(state: RequestState) -> ReuseReport:
         chunk.num_reused_tokens - _overlap(ref.span, 0, local)
         for chunk, ref in zip(chunks, spec.chunks, strict=True)
     )
-    reused = local + kept + _kept_separators(plan, local, failed)
+    reused = local + kept + sum(chunk.num_separator_tokens for chunk in chunks)
     decision, reason = _request_decision(state, plan, reused, bool(failed), chunks)
     facts = state.facts
     return ReuseReport(
@@ -49,6 +49,7 @@ def build_report(state: RequestState) -> ReuseReport:
         num_recomputed_tokens=recomputed,
         num_computed_tokens=state.num_prompt_tokens - reused - recomputed,
         num_stored_tokens=state.num_stored_tokens,
+        num_prefix_tokens=local,
         num_probe_tokens=facts.num_probe_tokens if facts else 0,
         load_s=facts.load_s if facts else 0.0,
         select_s=facts.select_s if facts else 0.0,
@@ -118,6 +119,7 @@ def _chunk_report(
         num_reused_tokens=from_prefix + kept,
         num_recomputed_tokens=missing if chunk else 0,
         num_computed_tokens=0 if chunk else missing,
+        num_separator_tokens=_kept_separator(plan, index, local, failed),
         tier=tier,
         cached_start=chunk.cached_start if chunk else -1,
         same_predecessors=chunk.same_predecessors if chunk else False,
@@ -132,15 +134,12 @@ def _kept_beyond(plan: ReusePlan, chunk: ChunkPlan, local: int) -> int:
     return max(0, last - first) - repaired
 
 
-def _kept_separators(plan: ReusePlan | None, local: int, failed: frozenset[int]) -> int:
-    """Tokens between chunks whose KV came with the chunk before them, beyond vLLM's own hit."""
-    if plan is None:
+def _kept_separator(plan: ReusePlan | None, index: int, local: int, failed: frozenset[int]) -> int:
+    """Tokens behind a chunk whose KV came with it, beyond vLLM's own hit."""
+    chunk = plan.chunks[index] if plan else None
+    if plan is None or chunk is None or chunk.record_id is None or chunk.record_id in failed:
         return 0
-    return sum(
-        _overlap(Span(chunk.span.end, chunk.loaded_span.end), local, plan.context_end)
-        for chunk in plan.chunks
-        if chunk.record_id is not None and chunk.record_id not in failed
-    )
+    return _overlap(Span(chunk.span.end, chunk.loaded_span.end), local, plan.context_end)
 
 
 def _overlap(span: Span, start: int, end: int) -> int:
