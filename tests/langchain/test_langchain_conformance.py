@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
 from langchain_core.retrievers import BaseRetriever
@@ -190,6 +191,26 @@ class TestRetriever(RetrieversIntegrationTests):
         dense = CacheCraftRetriever.from_texts(texts, llm=llm, encoder=encode_length).base_retriever
         assert isinstance(dense, DenseRetriever)
         return {"base_retriever": dense, "llm": llm}
+
+    @property
+    def retriever_query_example(self) -> str:
+        return "When was the bridge rebuilt?"
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("shared_engine")
+class TestRetrieverEngine(RetrieversIntegrationTests):
+    """The same with the embedded embedding model, in front of a real engine."""
+
+    @property
+    def retriever_constructor(self) -> type[BaseRetriever]:
+        return CacheCraftRetriever
+
+    @property
+    def retriever_constructor_params(self) -> dict[str, Any]:
+        documents = [Document(page_content=f"{PASSAGE} Note {i}.") for i in range(5)]
+        llm = ChatCacheCraft(**real_settings())
+        return {"base_retriever": DenseRetriever.from_documents(documents), "llm": llm}
 
     @property
     def retriever_query_example(self) -> str:
