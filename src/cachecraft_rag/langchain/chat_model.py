@@ -116,10 +116,9 @@ class ChatCacheCraft(EngineBacked, BaseChatModel):
         Args:
             schema: a pydantic class (answers are its instances), a TypedDict class, or a JSON schema
                 with a title (answers are mappings).
-            method: "json_schema": decoding is bound to the schema, and the prompt does not change;
-                "function_calling": the schema is a tool that must be called, so that models with a
-                tool template see it; "json_mode": decoding is bound to JSON only, and the prompt must
-                ask for the keys.
+            method: "json_schema": decoding is bound to the schema, which the prompt does not show;
+                "function_calling": the schema is a tool that must be called, and shown as one;
+                "json_mode": decoding is bound to JSON only, and the prompt must ask for the keys.
             include_raw: True returns `{"raw": message, "parsed": ..., "parsing_error": ...}`.
             strict: True closes the schema against further properties.
             kwargs: options of every call.
