@@ -201,7 +201,8 @@ def test_synthesizers_with_an_output_class(mode: str) -> None:
     synthesizer = get_response_synthesizer(llm=llm, response_mode=mode, output_cls=Author)
     nodes = [NodeWithScore(node=TextNode(text="Faust is by {Goethe}."))]
     assert "J. W. Goethe" in str(synthesizer.synthesize("Who wrote Faust?", nodes))
-    assert all(isinstance(call.options["structured"], StructuredOutput) for call in engine.calls)
+    asked = [call for call in engine.calls if call.method != "prefetch"]
+    assert all(isinstance(call.options["structured"], StructuredOutput) for call in asked) and asked
 
 
 @pytest.mark.parametrize(
