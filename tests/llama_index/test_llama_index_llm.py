@@ -536,8 +536,8 @@ def test_what_was_warmed_is_reused(llm: CacheCraftLLM) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("Faust", "nodes is a str: pass a sequence of nodes, or an index"),
-        (["Faust"], r"nodes\[0\] is a str"),
+        (iter([]), "nodes is a list_iterator: pass a sequence of nodes, or an index"),
+        ("Faust", r"nodes\[0\] is a str"),
         (SummaryIndex([]), "document store holds no nodes.*pass the nodes"),
     ],
 )

@@ -141,7 +141,7 @@ def nodes_of(source: object) -> list[NodeWithScore | BaseNode]:
                 "themselves: pass the nodes"
             )
         return [*found]
-    if isinstance(source, str) or not isinstance(source, Sequence):
+    if not isinstance(source, Sequence):
         raise InvalidRequestError(
             f"nodes is a {type(source).__name__}: pass a sequence of nodes, or an index"
         )
