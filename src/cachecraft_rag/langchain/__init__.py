@@ -15,8 +15,9 @@ if importlib.util.find_spec("langchain_core") is None:
         "cachecraft_rag.langchain needs langchain-core: run `pip install 'cachecraft-rag[langchain]'`"
     )
 
+from cachecraft_rag.langchain._capture import resume_capture, stop_capture
 from cachecraft_rag.langchain.chat_model import ChatCacheCraft
 from cachecraft_rag.langchain.dense import DenseRetriever
 from cachecraft_rag.langchain.retriever import CacheCraftRetriever
 
-__all__ = ["CacheCraftRetriever", "ChatCacheCraft", "DenseRetriever"]
+__all__ = ["CacheCraftRetriever", "ChatCacheCraft", "DenseRetriever", "resume_capture", "stop_capture"]

@@ -19,6 +19,7 @@ from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine import CallOptions, ChatEngine, Completion, CompletionDelta, shared_engine
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.events import ReuseReport
+from cachecraft_rag.langchain._capture import start_capture
 from cachecraft_rag.langchain._convert import chat_result, engine_messages, merge_stop, stream_chunk
 
 _REMOTE_SETTINGS = ("api_key", "max_retries", "timeout")
@@ -82,6 +83,7 @@ class ChatCacheCraft(BaseChatModel):
         # Both check their arguments here, where they are written, instead of at the first call.
         CallOptions.from_kwargs(self._options(None, {}))
         _ = self.chat_engine
+        start_capture(self)
 
     @property
     def chat_engine(self) -> ChatEngine:
