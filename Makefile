@@ -11,6 +11,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 QUALITY_ARGS ?= report
 LOCK_ARGS ?=
+NOTEBOOK ?=
 EXACTNESS_WORKERS ?= 2
 
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo -n)
@@ -29,7 +30,7 @@ INSTALL_REQUIREMENTS = $(PIP_INSTALL) --no-deps -r $(REQUIREMENTS)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test unit redis lint exactness faults bench quality lock clean
+.PHONY: help venv model demo test unit redis lint notebooks outputs exactness faults bench quality lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +66,12 @@ lint: venv ## ruff, mypy and the import contracts
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
+
+notebooks: model ## run the example notebooks
+	$(RUN) -m pytest --nbmake --nbmake-timeout=900 examples/notebooks $(PYTEST_ARGS)
+
+outputs: model ## run them and write their outputs, from the .py files beside them; NOTEBOOK=name writes one
+	$(RUN) examples/write_outputs.py $(NOTEBOOK)
 
 exactness: model ## reuse against full compute: models, dtypes, ways to run the engine
 	$(RUN) -m pytest -m exactness -n $(EXACTNESS_WORKERS) --dist loadgroup tests/exactness $(PYTEST_ARGS)

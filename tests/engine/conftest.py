@@ -219,7 +219,11 @@ def make_engine(
     with contextlib.ExitStack() as engines:
 
         def make(
-            config: CacheCraftConfig | None = None, *, is_attached: bool = True, off: Any = None
+            config: CacheCraftConfig | None = None,
+            *,
+            is_attached: bool = True,
+            off: Any = None,
+            tool_parser: Any = None,
         ) -> CacheCraftEngine:
             def start(settings: Any, loop: Any, known: KnownChunks) -> RunningEngine:
                 if backend.is_shut_down:
@@ -232,6 +236,7 @@ def make_engine(
                     self_test_key="test-model",
                     is_attached=is_attached,
                     off=off,
+                    tool_parser=tool_parser,
                 )
                 loop.run(backend.start())
                 return running

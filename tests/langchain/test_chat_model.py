@@ -160,6 +160,29 @@ def test_interleaved_streams_keep_their_own_reports() -> None:
     assert [chunk.doc_id for chunk in report_of(second).chunks] == ["2"]
 
 
+async def test_a_batch_keeps_documents_apart() -> None:
+    """Eight prompts with a document each: every answer and every report is that of its own prompt."""
+    engine = FakeEngine(lambda prompt: f"about {prompt.removeprefix('user: read ')}")
+    engine.prefetch([Chunk(f"document number {i}.", doc_id=str(i)) for i in range(8)])
+    llm = ChatCacheCraft(engine=engine)
+    prompts = [f"read document number {i}." for i in range(8)]
+    for answers in (llm.batch(prompts), await llm.abatch(prompts)):
+        assert [answer.content for answer in answers] == [f"about document number {i}." for i in range(8)]
+        doc_ids = [[chunk.doc_id for chunk in report_of(answer).chunks] for answer in answers]
+        assert doc_ids == [[str(i)] for i in range(8)]
+
+
+def test_two_models_on_one_engine_share_chunks_and_keep_their_settings() -> None:
+    """What one model's prompt stored, the other's reuses; each sends its own options."""
+    engine = FakeEngine()
+    short, long = (ChatCacheCraft(engine=engine, max_tokens=count) for count in (1, 9))
+    short.invoke(PASSAGE, chunks=[Chunk(PASSAGE)])
+    assert engine.last_call.options == {"max_tokens": 1}
+    answer = long.invoke(f"Again: {PASSAGE}")
+    assert engine.last_call.options == {"max_tokens": 9}
+    assert [chunk.decision for chunk in report_of(answer).chunks] == [ChunkDecision.REUSED]
+
+
 def test_leaving_a_stream_closes_the_engines_stream() -> None:
     """A reader that stops early aborts the request."""
     engine = ClosingEngine("one two three")
@@ -329,6 +352,12 @@ def test_a_pickled_model_finds_its_engine_again() -> None:
     assert twin.chat_engine is llm.chat_engine
 
 
+def test_a_model_with_an_engine_of_its_own_is_not_pickled() -> None:
+    """An engine lives in its process; the error says how to make a model that travels."""
+    with pytest.raises(ConfigurationError, match=r"cannot be pickled.*model="):
+        pickle.dumps(ChatCacheCraft(engine=FakeEngine()))
+
+
 def test_configurable_fields_work() -> None:
     """LangChain rebuilds the model with other settings; it keeps its engine and still streams."""
     llm = ChatCacheCraft(engine=FakeEngine(), temperature=0.1)
@@ -347,11 +376,13 @@ def test_close_ends_the_engine() -> None:
 
 
 def test_an_answer_cache_is_keyed_by_what_changes_answers() -> None:
-    """The same question with the same settings is answered by the cache, with others by the engine."""
+    """The same question with the same settings is answered by the cache, which asks no engine, so counts
+    of reuse stay as they were; with other settings the engine answers."""
     cache, engine = InMemoryCache(), FakeEngine(["first", "second"])
     llm = ChatCacheCraft(engine=engine, cache=cache)
     exact = ChatCacheCraft(engine=engine, cache=cache, reuse="exact")
     assert [llm.invoke("hi").content for _ in range(2)] == ["first", "first"]
+    assert len(engine.calls) == 1
     assert exact.invoke("hi").content == "second"
 
 

@@ -218,14 +218,23 @@ def test_the_rag_chain_takes_other_variables_and_document_prompts() -> None:
         LibraryRetriever() | RunnableLambda(lambda documents: documents[::-1][::-1]),
         LibraryRetriever().with_config(tags=["x"]),
         RunnableLambda(lambda variables: LIBRARY[variables["input"]]),
-        CacheCraftRetriever(base_retriever=LibraryRetriever(), engine=FakeEngine()),
     ],
-    ids=["reranked", "bound", "of the mapping", "ours, of another engine"],
+    ids=["reranked", "bound", "of the mapping"],
 )
 def test_the_rag_chain_takes_any_retriever(retriever: Any) -> None:
     """What takes text gets the question, other runnables the whole input."""
     llm = ChatCacheCraft(engine=FakeEngine())
     assert create_cachecraft_rag_chain(retriever, llm).invoke("bridge")["context"] == LIBRARY["bridge"]
+    assert llm.last_report is not None
+    assert [chunk.doc_id for chunk in llm.last_report.chunks] == ["b1", "b2"]
+
+
+def test_a_retriever_of_another_engine_tells_both() -> None:
+    """The chain's model is told of documents that the retriever announced elsewhere."""
+    llm, other = ChatCacheCraft(engine=FakeEngine()), FakeEngine()
+    retriever = CacheCraftRetriever(base_retriever=LibraryRetriever(), engine=other)
+    create_cachecraft_rag_chain(retriever, llm).invoke("bridge")
+    assert [call.method for call in other.calls] == ["prefetch"]
     assert llm.last_report is not None
     assert [chunk.doc_id for chunk in llm.last_report.chunks] == ["b1", "b2"]
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
+from pydantic import BaseModel, Field
 
 from cachecraft_rag import default_model
+from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.events import ReuseReport
-from cachecraft_rag.langchain import CacheCraftRetriever, ChatCacheCraft
+from cachecraft_rag.langchain import CacheCraftCompletion, CacheCraftRetriever, ChatCacheCraft
 
 pytestmark = pytest.mark.engine
 
@@ -28,13 +32,21 @@ PROMPT = ChatPromptTemplate.from_messages(
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[ChatCacheCraft]:
-    with ChatCacheCraft(model=default_model(), engine_args={"max_model_len": 1024}, max_tokens=8) as model:
+    # float32: answers are compared, and in bfloat16 they differ with the size of a batch.
+    engine_args = {"max_model_len": 1024, "dtype": "float32"}
+    with ChatCacheCraft(model=default_model(), engine_args=engine_args, max_tokens=8) as model:
         yield model
 
 
 @pytest.fixture(scope="module")
 def retriever(llm: ChatCacheCraft) -> CacheCraftRetriever:
     return CacheCraftRetriever.from_texts(PASSAGES, [{"source": str(i)} for i in range(3)], llm=llm, k=2)
+
+
+class Clock(BaseModel):
+    """Set a clock."""
+
+    hour: int = Field(ge=0, le=23)
 
 
 def format_docs(documents: list[Document]) -> str:
@@ -70,3 +82,60 @@ async def test_chain_reuses_retrieved_chunks(llm: ChatCacheCraft, retriever: Cac
     assert len([piece for piece in pieces if piece.text]) > 1
     assert pieces[-1].chunk_position == "last"
     assert_reused(pieces[-1])
+
+
+async def test_batches_keep_documents_apart(llm: ChatCacheCraft) -> None:
+    """Eight prompts at once, each with a document of its own: reports name that one, and answers are
+    those of the prompts asked one by one without reuse."""
+    texts = [
+        f"Room {i} of the museum shows {i + 2} clocks, all of them made in the year {1700 + i}."
+        for i in range(8)
+    ]
+    llm.chat_engine.prefetch([Chunk(text, doc_id=str(i)) for i, text in enumerate(texts)])
+    prompts = [PROMPT.invoke({"context": text, "question": "How many clocks?"}) for text in texts]
+    alone = [llm.invoke(prompt, reuse="off").content for prompt in prompts]
+    for answers in (llm.batch(prompts), await llm.abatch(prompts)):
+        assert [chunk_sources(answer) for answer in answers] == [[str(i)] for i in range(8)]
+        assert [answer.content for answer in answers] == alone
+
+
+async def test_a_running_loop_and_threads_may_call(llm: ChatCacheCraft) -> None:
+    """Sync calls work inside a running loop and from threads; async calls leave the loop free."""
+    expected = llm.invoke("Count to three.").content
+    with ThreadPoolExecutor(2) as pool:
+        assert {answer.content for answer in pool.map(llm.invoke, ["Count to three."] * 4)} == {expected}
+    order = []
+
+    async def ask() -> None:
+        assert (await llm.ainvoke("Count to three.")).content == expected
+        order.append("answer")
+
+    async def serve() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        order.append("another request")
+
+    await asyncio.gather(ask(), serve())
+    assert order == ["another request", "answer"]
+
+
+async def test_plain_prompts_share_the_engine(llm: ChatCacheCraft) -> None:
+    """The completion twin runs on the same engine, whole and streamed, and reuses the same chunks."""
+    twin = CacheCraftCompletion(model=llm.model, engine_args=llm.engine_args, max_tokens=8)
+    assert twin.chat_engine is llm.chat_engine
+    chunk = Chunk("The ferry over the Elm leaves at nine and at noon, and takes a quarter of an hour.")
+    whole = twin.invoke(f"Note: {chunk.text}\nQuestion: when?\nAnswer:", chunks=[chunk])
+    again = f"A longer note: {chunk.text}\nQuestion: when?\nAnswer:"
+    pieces = [piece async for piece in twin.astream(again)]
+    assert whole and len([piece for piece in pieces if piece]) > 1
+    assert twin.last_report is not None and twin.last_report.num_reused_tokens > 0
+
+
+def test_forced_tools_and_schemas_are_kept(llm: ChatCacheCraft) -> None:
+    """A small model keeps a form that decoding is bound to."""
+    called = llm.bind_tools([Clock], tool_choice="any").invoke("Set the clock to noon.", max_tokens=64)
+    assert [call["name"] for call in called.tool_calls] == ["Clock"]
+    assert called.tool_calls[0]["args"].keys() == {"hour"}
+    for method in ("json_schema", "function_calling"):
+        answer = llm.with_structured_output(Clock, method=method).invoke("Noon, please.", max_tokens=64)
+        assert isinstance(answer, Clock)

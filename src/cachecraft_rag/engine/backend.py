@@ -19,6 +19,7 @@ class BackendRequest:
 
     Attributes:
         params: value of `kv_transfer_params`, None where no connector is attached.
+        keeps_special_tokens: the text of the answer holds them too.
     """
 
     request_id: str
@@ -26,6 +27,7 @@ class BackendRequest:
     sampling: SamplingOptions
     cache_salt: str
     params: Mapping[str, Any] | None = None
+    keeps_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

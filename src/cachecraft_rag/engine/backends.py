@@ -1,4 +1,5 @@
-"""vLLM behind one small asynchronous interface. The only file of the engine that imports vLLM.
+"""vLLM behind one small asynchronous interface. Besides `tool_parsers` the only file of the engine that
+imports vLLM.
 
 All coroutines run on the engine's own loop. `AsyncBackend` is the product; `InProcessBackend` runs
 everything in this process, for tests and debuggers.
@@ -20,13 +21,13 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import StructuredOutputsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -38,6 +39,7 @@ from cachecraft_rag.engine.api import KV_TRANSFER_PARAMS, SamplingOptions
 from cachecraft_rag.engine.backend import Backend, BackendOutput, BackendRequest
 from cachecraft_rag.engine.memory import choose_host_store_bytes, cold_settings
 from cachecraft_rag.engine.namespace import namespace_facts, namespace_of
+from cachecraft_rag.engine.tools import StructuredOutput
 from cachecraft_rag.errors import ConfigurationError, EngineError, GenerationError, InvalidRequestError
 from cachecraft_rag.vllm_connector.compat import (
     check_vllm_version,
@@ -228,7 +230,14 @@ class InProcessBackend:
 
 
 def _defaults(engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    defaults: dict[str, Any] = {"enable_prefix_caching": True, "disable_log_stats": True}
+    # Where the grammar allows it, a small model fills its answer with white space. Only a named backend
+    # can forbid it: "auto" would take other backends for the schemas that xgrammar refuses.
+    compact = StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True)
+    defaults: dict[str, Any] = {
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "structured_outputs_config": compact,
+    }
     if current_platform.is_cpu():
         defaults |= _CPU_DEFAULTS
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
@@ -259,7 +268,20 @@ def _sampling_params(request: BackendRequest) -> SamplingParams:
         extra_args[KV_TRANSFER_PARAMS] = dict(request.params)
     return SamplingParams(
         **{**options, "stop": list(request.sampling.stop), "extra_args": extra_args or None},
+        structured_outputs=_structured_outputs(request.sampling.structured),
+        skip_special_tokens=not request.keeps_special_tokens,
         output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _structured_outputs(form: StructuredOutput | None) -> StructuredOutputsParams | None:
+    if form is None:
+        return None
+    return StructuredOutputsParams(
+        json=None if form.json_schema is None else dict(form.json_schema),
+        json_object=form.json_object or None,
+        regex=form.regex,
+        choice=list(form.choice) or None,
     )
 
 

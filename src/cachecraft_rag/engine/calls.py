@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cachecraft_rag.chunks import Chunk, PromptLayout
+from cachecraft_rag.engine.answer_reader import AnswerReader, AsWritten
 from cachecraft_rag.engine.api import Message
 from cachecraft_rag.engine.backend import BackendOutput, BackendRequest
 from cachecraft_rag.engine.options import CallOptions
@@ -39,6 +40,7 @@ class Prepared:
     spec: RequestSpec
     request: BackendRequest
     absent: tuple[ChunkReport, ...]
+    reader: AnswerReader = field(default_factory=AsWritten)
 
     def with_spec(self, spec: RequestSpec) -> Prepared:
         """The same call under another spec, and under its request id."""

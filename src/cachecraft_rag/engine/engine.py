@@ -27,6 +27,7 @@ from cachecraft_rag.engine.options import (
     CallOptions,
     check_chunks,
     check_messages,
+    check_no_tools,
     check_prompt,
     check_tenant,
 )
@@ -57,8 +58,12 @@ class CacheCraftEngine(EngineDocuments):
         config: settings of reuse.
         tokenizer: folder or name of another tokenizer than the model's own.
         in_process: run vLLM in this process, for tests and debuggers: slower, one engine a process.
+        tool_parser: name of vLLM's parser for the model's own way of calling tools, e.g. "hermes" for
+            Qwen 2.5. None reads only the calls that the engine itself asks a model for in words,
+            where its chat template does not show tools. Forced calls need no parser. See docs/tools.md.
         vllm_engine_args: fields of `vllm.AsyncEngineArgs`, e.g. `max_model_len`. Where they are not
-            given, on CPU: `enforce_eager=True`, `block_size=32`, `kv_cache_memory_bytes` of 2 GiB.
+            given: structured outputs by xgrammar, without white space; and on CPU `enforce_eager=True`,
+            `block_size=32`, `kv_cache_memory_bytes` of 2 GiB.
 
     Raises:
         ConfigurationError: an argument breaks its rule. The names of `vllm_engine_args` are checked
@@ -299,7 +304,8 @@ def _chat_call(messages: Sequence[Message], chunks: Sequence[Chunk], options: Ma
 
 
 def _complete_call(prompt: str, chunks: Sequence[Chunk], options: Mapping[str, Any]) -> Call:
-    return Call(check_prompt(prompt), check_chunks(chunks), CallOptions.from_kwargs(options))
+    checked = check_no_tools(CallOptions.from_kwargs(options))
+    return Call(check_prompt(prompt), check_chunks(chunks), checked)
 
 
 def _apply(result: SelfTestResult, running: RunningEngine) -> None:

@@ -120,6 +120,9 @@ class Feedback:
         # What `store=False` asks for is to leave nothing behind, in this queue neither.
         if options.reuse != "auto" or not options.store or completion.finish_reason == "abort":
             return False
+        # A bound answer begins as its form wants, and agrees in its form, whatever the KV is worth.
+        if prepared.request.sampling.structured is not None:
+            return False
         if report.reason is Reason.QUALITY_BREAKER:
             return bool(prepared.spec.chunks)
         return report.decision is RequestDecision.REUSE and bool(reused_chunks(completion))

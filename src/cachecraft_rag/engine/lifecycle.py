@@ -46,13 +46,14 @@ class EngineLifecycle:
         config: CacheCraftConfig | None = None,
         tokenizer: str | Path | None = None,
         in_process: bool = False,
+        tool_parser: str | None = None,
         **vllm_engine_args: Any,
     ) -> None:
         if tokenizer is not None:
             vllm_engine_args["tokenizer"] = str(tokenizer)
         self._config = config or CacheCraftConfig()
         self._settings = EngineSettings(
-            str(model) if model else "", self._config, vllm_engine_args, in_process
+            str(model) if model else "", self._config, vllm_engine_args, in_process, tool_parser
         )
         self._known = KnownChunks(self._config.max_known_chunks)
         self._audit_log = AuditLog(self._config.audit_log)
@@ -78,8 +79,9 @@ class EngineLifecycle:
 
     @property
     def has_tool_parser(self) -> bool:
-        """Whether tool calls are read out of answers that were not bound to be one."""
-        return False
+        """Whether tool calls are read out of answers that were not bound to be one. Starts the engine where
+        no `tool_parser` was given: then the model's chat template decides."""
+        return self._settings.tool_parser is not None or self._started().has_tool_parser
 
     @property
     def is_started(self) -> bool:
@@ -98,7 +100,8 @@ class EngineLifecycle:
         """Start vLLM now instead of at the first call. Does nothing if it runs.
 
         Raises:
-            ConfigurationError: an engine argument that vLLM does not know.
+            ConfigurationError: an engine argument or a tool parser that vLLM does not know, or a tool
+                parser that does not fit the model.
             MissingDependencyError: vLLM is not installed.
             UnsupportedVersionError: vLLM is outside the tested range.
             EngineStartError: vLLM did not start; the cause is chained.

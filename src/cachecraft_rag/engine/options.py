@@ -130,9 +130,19 @@ def check_messages(messages: Sequence[Message]) -> Sequence[Message]:
             '{"role": ..., "content": ...}, or use complete() for plain text'
         )
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        # A message that only calls tools may come without content.
+        is_call = isinstance(message, Mapping) and bool(message.get("tool_calls"))
+        needed = {"role"} if is_call else {"role", "content"}
+        if not isinstance(message, Mapping) or not needed <= message.keys():
             raise InvalidRequestError(f"messages[{index}] is {message!r}: it needs 'role' and 'content'")
     return messages
+
+
+def check_no_tools(options: CallOptions) -> CallOptions:
+    """Raise InvalidRequestError if there are tools: a finished prompt has no place to show them."""
+    if options.tools.tools:
+        raise InvalidRequestError("tools are given to complete(): call chat(), which shows them to the model")
+    return options
 
 
 def check_prompt(prompt: str) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 
 from cachecraft_rag.chunks import SHARED_TENANT, Chunk, ChunkKey, PromptLayout, chunk_key
 from cachecraft_rag.config import CacheCraftConfig
-from cachecraft_rag.engine.api import Completion, CompletionDelta, Message, SamplingOptions
+from cachecraft_rag.engine.answer_reader import Reading, TextGate, ToolParser, bound_sampling, make_reader
+from cachecraft_rag.engine.api import Completion, CompletionDelta, SamplingOptions
 from cachecraft_rag.engine.audit_log import AuditLog
 from cachecraft_rag.engine.backend import Backend, BackendRequest
 from cachecraft_rag.engine.calibration import Calibration
@@ -67,6 +68,7 @@ class RunningEngine:
         self_test_key: str,
         is_attached: bool,
         off: FullCompute | None,
+        tool_parser: ToolParser | None = None,
     ) -> None:
         self.off = off or route_engine(config)
         self.is_attached = is_attached
@@ -77,6 +79,7 @@ class RunningEngine:
         self._backend = backend
         self._config = config
         self._known = known
+        self._tool_parser = tool_parser
         self._tokenizer = backend.tokenizer
         self.segment_tokenizer = SegmentTokenizer(self._tokenizer)
         self.audit_log = AuditLog(None)
@@ -94,6 +97,10 @@ class RunningEngine:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def has_tool_parser(self) -> bool:
+        return self._tool_parser is not None
 
     @property
     def calibration(self) -> Calibration | None:
@@ -137,7 +144,7 @@ class RunningEngine:
         """
         options = call.options
         tenant = options.tenant or self._config.default_tenant
-        prompt = self._text_of(call.prompt)
+        prompt = self._text_of(call)
         if options.store:
             self._known.add(tenant, call.chunks)
         matches = self._known.find(tenant, prompt, call.chunks)
@@ -149,16 +156,19 @@ class RunningEngine:
             shared_namespace=self.tenant_namespace(SHARED_TENANT),
             remember=options.store,
         )
-        sampling = self._fit(layout.num_tokens, options.sampling)
+        reader = make_reader(options, self._tool_parser)
+        sampling = self._fit(layout.num_tokens, bound_sampling(options))
         full = self.off or route(call, layout, sampling.max_tokens, self._config)
         spec = make_spec(_new_id(), tenant, layout, options, self._config, full)
         spec = self.feedback.steer(self._calibrated(spec, options), options)
+        request = self._request(spec, layout, sampling, options)
         return Prepared(
             call=call,
             layout=layout,
             spec=spec,
-            request=self._request(spec, layout, sampling, options),
+            request=replace(request, keeps_special_tokens=reader.keeps_special_tokens),
             absent=absent_chunks(call.chunks, layout, partial(self._key_of, tenant, remember=options.store)),
+            reader=reader,
         )
 
     async def answer(self, prepared: Prepared) -> Completion:
@@ -228,8 +238,10 @@ class RunningEngine:
             return spec
         return replace(spec, recompute_ratio=self.calibration.budget)
 
-    def _text_of(self, prompt: str | Sequence[Message]) -> PromptText:
-        return PromptText.plain(prompt) if isinstance(prompt, str) else render_chat(self._tokenizer, prompt)
+    def _text_of(self, call: Call) -> PromptText:
+        if isinstance(call.prompt, str):
+            return PromptText.plain(call.prompt)
+        return render_chat(self._tokenizer, call.prompt, tools=call.options.tools.shown)
 
     def _request(
         self, spec: RequestSpec, layout: PromptLayout, sampling: SamplingOptions, options: CallOptions
@@ -297,22 +309,27 @@ class RunningEngine:
                 yield delta
 
     async def _stream_once(self, prepared: Prepared) -> AsyncGenerator[CompletionDelta, None]:
-        answer = Answer(prepared.call.started_s)
+        answer, gate = Answer(prepared.call.started_s), TextGate(prepared.reader.held_from)
         async with aclosing(self._backend.generate(prepared.request)) as outputs:
             async for output in outputs:
                 answer.add(output)
                 if output.token_ids or output.text:
-                    yield CompletionDelta(output.text, output.token_ids)
-        yield CompletionDelta("", (), await self._complete(prepared, answer))
+                    yield CompletionDelta(gate.add(output.text), output.token_ids)
+        completion = await self._complete(prepared, answer)
+        if rest := gate.rest(completion.text):
+            yield CompletionDelta(rest)
+        yield CompletionDelta("", (), completion)
 
     async def _complete(self, prepared: Prepared, answer: Answer) -> Completion:
         if answer.finish_reason == "error":
             raise GenerationError("vLLM ended the request with an error of its own")
         report = await self._report(prepared, answer)
+        reading = prepared.reader.read("".join(answer.text))
         return Completion(
-            text="".join(answer.text),
+            text=reading.text,
+            tool_calls=reading.tool_calls,
             token_ids=tuple(answer.token_ids),
-            finish_reason=answer.finish_reason,
+            finish_reason=_finish_reason(reading, answer),
             report=complete_report(report, ttft_s=answer.ttft_s, absent=prepared.absent),
             prompt_token_ids=prepared.layout.token_ids,
             logprobs=tuple(answer.logprobs) if prepared.request.sampling.logprobs is not None else None,
@@ -359,6 +376,10 @@ class RunningEngine:
             await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
         return reply
+
+
+def _finish_reason(reading: Reading, answer: Answer) -> str | None:
+    return "tool_calls" if reading.tool_calls and answer.finish_reason != "abort" else answer.finish_reason
 
 
 def _new_id() -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cachecraft_rag.chunks import ChunkKey, Span
+from cachecraft_rag.engine.answer_reader import AsWritten
 from cachecraft_rag.engine.api import Completion, SamplingOptions
 from cachecraft_rag.engine.calls import Prepared
 from cachecraft_rag.engine.namespace import tenant_cache_salt
@@ -149,4 +150,5 @@ def _prepared(
     changed = prepared.with_spec(spec)
     salt = tenant_cache_salt(spec.tenant, spec.request_id)
     request = replace(changed.request, token_ids=token_ids, sampling=sampling, cache_salt=salt)
-    return replace(changed, request=request, absent=())
+    # As written, calls of tools too: what is compared is all that the model said.
+    return replace(changed, request=request, absent=(), reader=AsWritten())

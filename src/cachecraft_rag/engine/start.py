@@ -56,6 +56,7 @@ class EngineSettings:
     config: CacheCraftConfig
     engine_args: Mapping[str, Any]
     in_process: bool = False
+    tool_parser: str | None = None
 
     def __post_init__(self) -> None:
         _check_model(self.model)
@@ -69,7 +70,8 @@ def start_engine(settings: EngineSettings, loop: EngineLoop, known: KnownChunks)
     """Start vLLM with our connector, or without it where the model's KV cannot be moved.
 
     Raises:
-        ConfigurationError: an engine argument that vLLM does not know.
+        ConfigurationError: an engine argument or a tool parser that vLLM does not know, or a tool parser
+            that does not fit the model.
         MissingDependencyError: vLLM is not installed.
         UnsupportedVersionError: vLLM is outside the tested range.
         EngineStartError: anything else; the cause is chained.
@@ -93,7 +95,9 @@ def start_engine(settings: EngineSettings, loop: EngineLoop, known: KnownChunks)
 async def _start(settings: EngineSettings, known: KnownChunks, version: str) -> RunningEngine:
     from cachecraft_rag.engine.backends import make_backend, make_vllm_config
     from cachecraft_rag.engine.running import RunningEngine
+    from cachecraft_rag.engine.tool_parsers import check_tool_parser, make_tool_parser
 
+    check_tool_parser(settings.tool_parser)
     in_process = settings.in_process
     vllm_config, reason = make_vllm_config(
         settings.model, settings.engine_args, settings.config, in_process=in_process
@@ -112,6 +116,7 @@ async def _start(settings: EngineSettings, known: KnownChunks, version: str) -> 
             self_test_key=namespace_of(self_test_facts(facts, vllm_config, __version__)),
             is_attached=is_attached,
             off=FullCompute(Reason.UNSUPPORTED_MODEL, reason) if reason else None,
+            tool_parser=make_tool_parser(settings.tool_parser, backend.tokenizer),
         )
     except BaseException:
         await backend.shutdown()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cachecraft_rag.engine.json_schema import as_json, check_schema
 from cachecraft_rag.errors import InvalidRequestError
 
 Tool = Mapping[str, Any]
@@ -28,6 +30,12 @@ class ToolCall:
     arguments: Mapping[str, Any]
 
 
+def new_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
+    """A call under an id of its own: nine letters and digits, as Mistral's chat templates want it when the
+    call is shown again."""
+    return ToolCall(secrets.token_hex(5)[:9], name, arguments)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
     """A form that the answer must have; decoding is bound to it by vLLM's structured outputs.
@@ -41,7 +49,7 @@ class StructuredOutput:
         choice: the answer is one of these texts.
 
     Raises:
-        InvalidRequestError: none or several are given, or `choice` is empty.
+        InvalidRequestError: none or several are given, `choice` is empty, or `json_schema` is no schema.
     """
 
     json_schema: Mapping[str, Any] | None = None
@@ -56,6 +64,8 @@ class StructuredOutput:
                 f"structured output has {' and '.join(given) or 'no form'}: give exactly one of "
                 "json_schema, json_object, regex and choice"
             )
+        if self.json_schema is not None:
+            check_schema("json_schema", self.json_schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,8 @@ class ToolOptions:
         parallel: several calls in one answer are allowed.
 
     Raises:
-        InvalidRequestError: a tool has not the form, two have one name, or `choice` names none of them.
+        InvalidRequestError: a tool has not the form, its parameters are no JSON schema, two have one name,
+            or `choice` names none of them.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -89,6 +100,11 @@ class ToolOptions:
         object.__setattr__(self, "names", names)
 
     @property
+    def shown(self) -> tuple[dict[str, Any], ...]:
+        """The tools as chat templates take them; none where none may be called."""
+        return () if self.choice == "none" else tuple(_shown(tool["function"]) for tool in self.tools)
+
+    @property
     def is_forced(self) -> bool:
         """Whether the answer must be a tool call."""
         return bool(self.tools) and self.choice not in ("auto", "none")
@@ -97,12 +113,24 @@ class ToolOptions:
 def _name_of(index: int, tool: object) -> str:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name:
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
         raise InvalidRequestError(
             f"tools[{index}] is {tool!r}: a tool has the form "
             '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
         )
+    as_json(f"tools[{index}]", function)
+    if function.get("parameters") is not None:
+        check_schema(f"parameters of tool {name!r}", function["parameters"])
     return name
+
+
+def _shown(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {**function, "parameters": parameters_of(function)}}
+
+
+def parameters_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments; they are an object, even where it does not say so."""
+    return {"type": "object", "properties": {}, **(function.get("parameters") or {})}
 
 
 def check_tools(tools: object) -> tuple[Tool, ...]:

@@ -18,13 +18,17 @@ if importlib.util.find_spec("langchain_core") is None:
 from cachecraft_rag.langchain._capture import resume_capture, stop_capture
 from cachecraft_rag.langchain.chain import create_cachecraft_rag_chain
 from cachecraft_rag.langchain.chat_model import ChatCacheCraft
+from cachecraft_rag.langchain.completion import CacheCraftCompletion
 from cachecraft_rag.langchain.dense import DenseRetriever
+from cachecraft_rag.langchain.embeddings import DefaultEmbeddings
 from cachecraft_rag.langchain.retriever import CacheCraftRetriever
 from cachecraft_rag.langchain.stuff import stuff_chunks
 
 __all__ = [
+    "CacheCraftCompletion",
     "CacheCraftRetriever",
     "ChatCacheCraft",
+    "DefaultEmbeddings",
     "DenseRetriever",
     "create_cachecraft_rag_chain",
     "resume_capture",

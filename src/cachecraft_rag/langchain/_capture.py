@@ -61,10 +61,13 @@ class Target:
             logger.warning("retrieved documents were not announced, so they may not be reused: %s", error)
 
 
-def target_of(model: Any) -> Target | None:
+def target_of(model: Any, tenant: str | None = None) -> Target | None:
     """The engine and tenant behind a model, also one that is bound or the first step of a sequence;
-    None for models that are not ours."""
-    tenant: str | None = None
+    None for models that are not ours.
+
+    Args:
+        tenant: named by the call: goes before that of the model.
+    """
     while isinstance(model, (RunnableBindingBase, RunnableSequence)):
         if isinstance(model, RunnableSequence):
             model = model.first

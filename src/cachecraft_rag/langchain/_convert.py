@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import (
@@ -16,11 +16,19 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.outputs import (
+    ChatGeneration,
+    ChatGenerationChunk,
+    ChatResult,
+    Generation,
+    GenerationChunk,
+    LLMResult,
+)
 
 from cachecraft_rag.engine import Completion, CompletionDelta, Message
 from cachecraft_rag.errors import InvalidRequestError
 from cachecraft_rag.events import ReuseReport
+from cachecraft_rag.langchain._tools import calls_in_openai_form, tool_call_chunks, tool_calls
 
 _ROLES: Mapping[type[BaseMessage], str] = {
     SystemMessage: "system",
@@ -32,13 +40,14 @@ _TEXT_BLOCKS = ("text", "text-plain")
 
 
 def engine_messages(messages: Sequence[BaseMessage]) -> list[Message]:
-    """The messages as role and content, in the same order; `name` and ids are left out.
+    """The messages in OpenAI's form and in the same order; names of people and ids of messages are left
+    out.
 
     Messages of one role in a row are not merged: whether that is allowed is the chat template's to
     say, and merging would move chunk boundaries.
 
     Raises:
-        InvalidRequestError: a role, a content block or a tool call that cannot be rendered.
+        InvalidRequestError: a role or a content block that cannot be rendered.
     """
     return [_engine_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
@@ -52,6 +61,7 @@ def merge_stop(*groups: str | Sequence[str] | None) -> list[str]:
 def chat_result(completion: Completion, model_name: str) -> ChatResult:
     message = AIMessage(
         content=completion.text,
+        tool_calls=tool_calls(completion.tool_calls),
         usage_metadata=_usage(completion),
         response_metadata=_response_metadata(completion, model_name),
     )
@@ -63,12 +73,13 @@ def chat_result(completion: Completion, model_name: str) -> ChatResult:
 
 
 def stream_chunk(delta: CompletionDelta, model_name: str) -> ChatGenerationChunk:
-    """One piece of a streamed answer; the last one carries usage and report."""
+    """One piece of a streamed answer; the last one carries tool calls, usage and report."""
     completion = delta.completion
     if completion is None:
         return ChatGenerationChunk(message=AIMessageChunk(content=delta.text))
     message = AIMessageChunk(
         content=delta.text,
+        tool_call_chunks=tool_call_chunks(completion.tool_calls),
         usage_metadata=_usage(completion),
         response_metadata=_response_metadata(completion, model_name),
         chunk_position="last",
@@ -76,14 +87,46 @@ def stream_chunk(delta: CompletionDelta, model_name: str) -> ChatGenerationChunk
     return ChatGenerationChunk(message=message, generation_info={"finish_reason": completion.finish_reason})
 
 
+def llm_result(completions: Sequence[Completion], model_name: str) -> LLMResult:
+    """The answers to one batch of plain prompts, in its order."""
+    num_prompt = sum(completion.num_prompt_tokens for completion in completions)
+    num_answer = sum(completion.num_completion_tokens for completion in completions)
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_answer,
+        "total_tokens": num_prompt + num_answer,
+    }
+    return LLMResult(
+        generations=[
+            [Generation(text=completion.text, generation_info=_generation_info(completion, model_name))]
+            for completion in completions
+        ],
+        llm_output={"model_name": model_name, "token_usage": usage},
+    )
+
+
+def text_chunk(delta: CompletionDelta, model_name: str) -> GenerationChunk:
+    """One piece of a streamed answer to a plain prompt; the last one carries usage and report."""
+    completion = delta.completion
+    info = None if completion is None else _generation_info(completion, model_name)
+    return GenerationChunk(text=delta.text, generation_info=info)
+
+
+def _generation_info(completion: Completion, model_name: str) -> dict[str, Any]:
+    return {**_response_metadata(completion, model_name), "usage_metadata": _usage(completion)}
+
+
 def _engine_message(where: str, message: BaseMessage) -> Message:
-    calls = [*getattr(message, "tool_calls", ()), *getattr(message, "invalid_tool_calls", ())]
+    calls = calls_in_openai_form(message) if isinstance(message, AIMessage) else []
+    content = _content(where, message.content, {call["id"] for call in calls if call["id"]})
+    rendered: dict[str, Any] = {"role": _role(where, message), "content": content}
     if calls:
-        raise InvalidRequestError(
-            f"{where} holds {len(calls)} tool call(s): ChatCacheCraft does not render tool calls; send "
-            "the conversation without them"
-        )
-    return {"role": _role(where, message), "content": _content(where, message.content)}
+        rendered["tool_calls"] = calls
+    if isinstance(message, ToolMessage):
+        rendered["tool_call_id"] = message.tool_call_id
+        if message.name:
+            rendered["name"] = message.name
+    return rendered
 
 
 def _role(where: str, message: BaseMessage) -> str:
@@ -97,10 +140,18 @@ def _role(where: str, message: BaseMessage) -> str:
     )
 
 
-def _content(where: str, content: str | list[str | dict[str, Any]]) -> str | list[dict[str, str]]:
+def _content(
+    where: str, content: str | list[str | dict[str, Any]], call_ids: Collection[str]
+) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
-    return [_text_block(f"{where}.content[{i}]", block) for i, block in enumerate(content)]
+    blocks = [(i, block) for i, block in enumerate(content) if not _repeats_call(block, call_ids)]
+    return [_text_block(f"{where}.content[{i}]", block) for i, block in blocks] or ""
+
+
+def _repeats_call(block: str | dict[str, Any], call_ids: Collection[str]) -> bool:
+    """Whether a block only repeats one of the message's tool calls, as those of some models do."""
+    return isinstance(block, dict) and block.get("type") not in _TEXT_BLOCKS and block.get("id") in call_ids
 
 
 def _text_block(where: str, block: str | dict[str, Any]) -> dict[str, str]:
@@ -122,15 +173,14 @@ def _text_block(where: str, block: str | dict[str, Any]) -> dict[str, str]:
 
 def _usage(completion: Completion) -> UsageMetadata:
     """Token counts; `cache_read` is what was taken over, recomputed tokens not included."""
-    num_prompt, num_answer = completion.num_prompt_tokens, completion.num_completion_tokens
-    num_read = min(completion.report.num_reused_tokens, num_prompt)
-    # A token may be both reused and stored again; LangChain's details must not exceed the total.
-    num_stored = min(completion.report.num_stored_tokens, num_prompt - num_read)
+    details = InputTokenDetails(
+        cache_read=completion.num_cache_read_tokens, cache_creation=completion.num_cache_creation_tokens
+    )
     return UsageMetadata(
-        input_tokens=num_prompt,
-        output_tokens=num_answer,
-        total_tokens=num_prompt + num_answer,
-        input_token_details=InputTokenDetails(cache_read=num_read, cache_creation=num_stored),
+        input_tokens=completion.num_prompt_tokens,
+        output_tokens=completion.num_completion_tokens,
+        total_tokens=completion.num_prompt_tokens + completion.num_completion_tokens,
+        input_token_details=details,
     )
 
 

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing
-from pathlib import Path
-from typing import Annotated, Any, Self, cast
+from typing import Any, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from pydantic import Field, InstanceOf, PrivateAttr, SkipValidation
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from pydantic import BaseModel
 
-from cachecraft_rag.config import CacheCraftConfig
-from cachecraft_rag.engine import CallOptions, ChatEngine, Completion, CompletionDelta, shared_engine
-from cachecraft_rag.errors import ConfigurationError
-from cachecraft_rag.events import ReuseReport
-from cachecraft_rag.langchain._capture import start_capture
+from cachecraft_rag.engine import Completion, CompletionDelta
+from cachecraft_rag.errors import InvalidRequestError
+from cachecraft_rag.langchain._base import PROVIDER, EngineBacked, given
 from cachecraft_rag.langchain._convert import chat_result, engine_messages, merge_stop, stream_chunk
+from cachecraft_rag.langchain._structured import (
+    Schema,
+    check_method,
+    engine_form,
+    json_schema,
+    parsed,
+    parser_of,
+    response_format,
+)
+from cachecraft_rag.langchain._tools import ToolChoice, check_tools, engine_tool_choice, engine_tools
 
-_REMOTE_SETTINGS = ("api_key", "max_retries", "timeout")
 
-
-class ChatCacheCraft(BaseChatModel):
+class ChatCacheCraft(EngineBacked, BaseChatModel):
     """A chat model that runs in this process and reuses the KV of retrieved chunks.
 
     Each answer carries its report in `response_metadata["cachecraft"]` (`ReuseReport.from_dict`
     reads it) and its token counts in `usage_metadata`. Every option of the engine's calls can be
     given per call or with `bind`: `llm.invoke(messages, reuse="off", top_p=0.9)`. Stop texts of the
-    constructor always apply; those of a call are added to them. Tools are not supported.
+    constructor always apply; those of a call are added to them.
+
+    Where a tool is forced (`bind_tools(..., tool_choice="any")` or its name) and in
+    `with_structured_output`, decoding is bound to the schema, so any model keeps it; that it calls a
+    tool of its own accord takes a model that was trained to. OpenAI's `response_format` can be given
+    per call, too.
+
+    Chunks are found by their text, so a prompt must hold it as it is: documents put straight into a
+    prompt template come out as Python's `repr` of them, in which nothing is found. Join their
+    `page_content`.
 
     Args:
         model: a model folder or name, e.g. `cachecraft_rag.default_model()`. Models with equal
@@ -55,94 +70,88 @@ class ChatCacheCraft(BaseChatModel):
         retriever = CacheCraftRetriever.from_texts(passages, llm=llm)
     """
 
-    model: str | Path | None = None
-    # Not validated: a protocol check would read `max_model_len`, which starts the engine.
-    engine: Annotated[ChatEngine | None, SkipValidation] = Field(default=None, exclude=True, repr=False)
-    config: InstanceOf[CacheCraftConfig] | None = None
-    engine_args: dict[str, Any] = Field(default_factory=dict)
-    temperature: float | None = None
-    max_tokens: int | None = None
-    stop: str | list[str] | None = None
-    reuse: str | None = None
-    recompute_ratio: float | None = None
-    tenant: str | None = None
     # Not False: LangChain takes an explicit False, as `configurable_fields` passes on, for a ban.
     streaming: bool | None = None
 
-    _shared_engine: ChatEngine | None = PrivateAttr(default=None)
-    _last_report: ReuseReport | None = PrivateAttr(default=None)
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: ToolChoice = None,
+        parallel_tool_calls: bool | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with tools that it may call; the calls come in `AIMessage.tool_calls`.
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**_checked(settings, set(type(self).model_fields)))
-        if (self.model is None) == (self.engine is None):
-            raise ConfigurationError("give either model= or engine=: one of them answers")
-        if self.engine is not None and (self.config is not None or self.engine_args):
-            raise ConfigurationError(
-                "config and engine_args belong to the engine: set them where engine= is made"
-            )
-        # Both check their arguments here, where they are written, instead of at the first call.
-        CallOptions.from_kwargs(self._options(None, {}))
-        _ = self.chat_engine
-        start_capture(self)
+        Args:
+            tools: functions, pydantic or TypedDict classes, LangChain tools, or OpenAI's form.
+            tool_choice: "any", "required" or True: at least one call; the name of a tool or OpenAI's
+                mapping: that tool; "auto" or None: the model decides; "none": no call.
+            parallel_tool_calls: False allows one call in an answer; None leaves it to the engine.
+            strict: True closes the schemas of the tools against further arguments.
+            kwargs: options of every call.
 
-    @property
-    def chat_engine(self) -> ChatEngine:
-        """The engine that answers. Looking at it does not start it."""
-        if self.engine is not None:
-            return self.engine
-        if self._shared_engine is None:
-            assert self.model is not None  # checked by __init__
-            self._shared_engine = shared_engine(self.model, self.config, **self.engine_args)
-        return self._shared_engine
+        Raises:
+            InvalidRequestError: a tool has no form that can be converted, or `tool_choice` names none of
+                them; by the calls: two have one name.
+        """
+        converted = engine_tools(tools, strict)
+        choice = engine_tool_choice(tool_choice)
+        check_tools(converted, choice)
+        options = {"tools": converted, "tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
+        return self.bind(**given(options), **kwargs)
 
-    @property
-    def model_name(self) -> str:
-        return self.chat_engine.model_name
+    def with_structured_output(
+        self,
+        schema: Schema,
+        *,
+        method: str = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """The model with its answers parsed into `schema`.
 
-    @property
-    def last_report(self) -> ReuseReport | None:
-        """Report of the answer that was finished last by any thread; None before the first."""
-        return self._last_report
+        Args:
+            schema: a pydantic class (answers are its instances), a TypedDict class, or a JSON schema
+                with a title (answers are mappings).
+            method: "json_schema": decoding is bound to the schema, and the prompt does not change;
+                "function_calling": the schema is a tool that must be called, so that models with a
+                tool template see it; "json_mode": decoding is bound to JSON only, and the prompt must
+                ask for the keys.
+            include_raw: True returns `{"raw": message, "parsed": ..., "parsing_error": ...}`.
+            strict: True closes the schema against further properties.
+            kwargs: options of every call.
 
-    def close(self) -> None:
-        """End the engine, also for others who share it."""
-        self.chat_engine.close()
+        Raises:
+            InvalidRequestError: an unknown method, or a schema that cannot be converted.
+            OutputParserException: by the calls: an answer does not fit, or was cut by `max_tokens`.
+        """
+        check_method(method)
+        described = json_schema(schema, strict)
+        traced = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
+        options = {"ls_structured_output_format": traced, **kwargs}
+        if method == "function_calling":
+            model = self.bind_tools([schema], tool_choice="any", strict=strict, **options)
+        else:
+            model = self.bind(response_format=response_format(described, method), **options)
+        return parsed(model, parser_of(schema, described["title"], method), include_raw)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        # A copy uses the same engine: a second one would find no memory left.
-        memo = {} if memo is None else memo
-        memo[id(self.chat_engine)] = self.chat_engine
-        return super().__deepcopy__(memo)
-
-    def __getstate__(self) -> dict[Any, Any]:
-        # The engine stays behind; `chat_engine` finds or makes it again from the settings.
-        state = super().__getstate__()
-        private = state["__pydantic_private__"] or {}
-        return {**state, "__pydantic_private__": {**private, "_shared_engine": None}}
-
-    @property
-    def _llm_type(self) -> str:
-        return "cachecraft"
-
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        """Everything that changes answers: LangChain's answer caches take this as their key."""
-        return {
-            "model_name": self.model_name,
-            "config": repr(getattr(self.chat_engine, "config", None)),
-            "engine_args": self.engine_args,
-            **self._options(None, {}),
+    def _options(self, stop: list[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+        options = super()._options(stop, kwargs)
+        choice, form = options.pop("tool_choice", None), options.pop("response_format", None)
+        if form is not None and "structured" in options:
+            raise InvalidRequestError("response_format and structured are both given: leave one of them out")
+        translated = {
+            "tool_choice": engine_tool_choice(choice),
+            "structured": None if form is None else engine_form(form),
         }
+        return {**options, **given(translated)}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=merge_stop(self.stop, stop), **kwargs)
-        params["ls_provider"] = "cachecraft"
+        params["ls_provider"] = PROVIDER
         return params
 
     def _generate(
@@ -199,38 +208,9 @@ class ChatCacheCraft(BaseChatModel):
                 yield chunk
 
     def _result(self, completion: Completion) -> ChatResult:
-        self._last_report = completion.report
+        self._note(completion)
         return chat_result(completion, self.model_name)
 
     def _chunk(self, delta: CompletionDelta) -> ChatGenerationChunk:
-        if delta.completion is not None:
-            self._last_report = delta.completion.report
+        self._note(delta)
         return stream_chunk(delta, self.model_name)
-
-    def _options(self, stop: list[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The engine's options: this call's over the constructor's; None means not given."""
-        own = ("temperature", "max_tokens", "reuse", "recompute_ratio", "tenant")
-        options = {**{name: getattr(self, name) for name in own}, **kwargs}
-        options["stop"] = merge_stop(self.stop, stop) or None
-        # LangChain's own switch between `_generate` and `_stream`.
-        options.pop("stream", None)
-        return {name: value for name, value in options.items() if value is not None}
-
-
-def _checked(settings: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """The settings without those of remote models; unknown ones are refused.
-
-    LangChain's default is to ignore unknown arguments, which hides a misspelt setting.
-    """
-    unknown = sorted(set(settings) - known - set(_REMOTE_SETTINGS))
-    if unknown:
-        raise ConfigurationError(
-            f"ChatCacheCraft has no setting {', '.join(map(repr, unknown))}: known are "
-            f"{', '.join(sorted(known))}; vLLM's go into engine_args"
-        )
-    dropped = [name for name in _REMOTE_SETTINGS if settings.get(name) is not None]
-    if dropped:
-        warnings.warn(
-            f"{', '.join(dropped)} has no effect: the model is embedded in this process", stacklevel=3
-        )
-    return {name: value for name, value in settings.items() if name in known}

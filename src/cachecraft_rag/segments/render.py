@@ -8,107 +8,85 @@ from typing import TYPE_CHECKING, Any
 
 from cachecraft_rag.errors import InvalidRequestError
 from cachecraft_rag.segments.contents import locate_contents
+from cachecraft_rag.segments.messages import PlainMessage, plain_messages
 from cachecraft_rag.segments.prompt import PromptText
+from cachecraft_rag.segments.tool_text import as_text, knows_tools, takes_system
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_KEYS = frozenset({"role", "content"})
+Tools = Sequence[Mapping[str, Any]]
 
 
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     *,
+    tools: Tools = (),
     add_generation_prompt: bool = True,
 ) -> PromptText:
     """Render `messages` with the tokenizer's chat template, and find their contents in the outcome.
 
     Args:
         messages: `{"role": str, "content": str | list of {"type": "text", "text": str}}`, passed on
-            in order as they are; text blocks are joined by a newline.
+            in order as they are; text blocks are joined by a newline. In OpenAI's form an assistant's
+            may have `tool_calls`, with arguments as a mapping or as JSON text, and a tool's
+            `tool_call_id` and `name`.
+        tools: in OpenAI's form. A template that does not show tools gets them, their calls and their
+            results as text: see `tool_text`.
         add_generation_prompt: end with the template's opening of an assistant turn.
 
     Raises:
         InvalidRequestError: a message breaks the form above, the model has no chat template, or
             the template refuses the messages (the roles must alternate, for example).
     """
-    plain = _plain_messages(messages)
+    plain = plain_messages(messages)
     if not tokenizer.chat_template:
         raise InvalidRequestError(
             "the model has no chat template, so chat messages cannot be rendered: use complete() "
             "with a finished prompt"
         )
-    roles = [message["role"] for message in plain]
+    template = partial(_apply, tokenizer, add_generation_prompt)
+    is_text = (bool(tools) or any(map(_is_about_tools, plain))) and not knows_tools(template)
+    in_system = is_text and takes_system(template)
+
+    def render(contents: Sequence[str]) -> str:
+        filled = [{**message, "content": content} for message, content in zip(plain, contents, strict=True)]
+        return (
+            template(as_text(filled, tools, in_system=in_system), ()) if is_text else template(filled, tools)
+        )
+
     contents = [message["content"] for message in plain]
-    render = partial(_render, tokenizer, add_generation_prompt, roles)
     text = render(contents)
     return PromptText(text, locate_contents(render, contents, text))
 
 
-def _render(
+def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer has a chat template that shows tools."""
+    return bool(tokenizer.chat_template) and knows_tools(partial(_apply, tokenizer, True))
+
+
+def _is_about_tools(message: PlainMessage) -> bool:
+    return message["role"] == "tool" or "tool_calls" in message
+
+
+def _apply(
     tokenizer: PreTrainedTokenizerBase,
     add_generation_prompt: bool,
-    roles: Sequence[str],
-    contents: Sequence[str],
+    messages: Sequence[PlainMessage],
+    tools: Tools,
 ) -> str:
     # Not at the top: only rendering needs jinja2, which comes with vLLM and not with this package.
     from jinja2 import TemplateError
 
-    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
     try:
         rendered = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages),
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
         )
-    except TemplateError as error:
+    # TypeError: DeepSeek's templates join the arguments of a call to text as if they were text.
+    except (TemplateError, TypeError) as error:
         raise InvalidRequestError(f"the model's chat template refused the messages: {error}") from error
     return str(rendered)
-
-
-def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
-        raise InvalidRequestError(
-            f"messages is a {type(messages).__name__}: give a list of "
-            '{"role": ..., "content": ...}, or use complete() for one text'
-        )
-    if not messages:
-        raise InvalidRequestError("messages is empty: give at least one message")
-    return [_plain_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
-
-
-def _plain_message(where: str, message: Mapping[str, Any]) -> dict[str, str]:
-    if not isinstance(message, Mapping):
-        raise InvalidRequestError(
-            f"{where} is a {type(message).__name__}: a message is a mapping with role and content"
-        )
-    missing, unknown = _KEYS - set(message), set(message) - _KEYS
-    if missing or unknown:
-        wrong = f"lacks {sorted(missing)}" if missing else f"has unknown keys {sorted(map(str, unknown))}"
-        raise InvalidRequestError(f"{where} {wrong}: a message has exactly role and content")
-    role = message["role"]
-    if not isinstance(role, str) or not role:
-        raise InvalidRequestError(f"{where} has the role {role!r}: a role is a non-empty string")
-    return {"role": role, "content": _plain_content(where, message["content"])}
-
-
-def _plain_content(where: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        return "\n".join(_block_text(f"{where}.content[{i}]", b) for i, b in enumerate(content))
-    raise InvalidRequestError(
-        f"{where}.content is a {type(content).__name__}: it is a string or a list of text blocks"
-    )
-
-
-def _block_text(where: str, block: Any) -> str:
-    kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
-    if kind != "text":
-        raise InvalidRequestError(
-            f"{where} is of type {kind!r}: only text blocks are supported, "
-            'of the form {"type": "text", "text": ...}'
-        )
-    text = block.get("text")
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"{where} has the text {text!r}: a text block holds a string")
-    return text

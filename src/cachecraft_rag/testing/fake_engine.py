@@ -296,7 +296,7 @@ class FakeEngine:
 def render_messages(messages: Sequence[Message]) -> str:
     """The fake's chat template: one `role: content` line per message, its tool calls behind it."""
     return "\n".join(
-        f"{message['role']}: {_content(message['content'])}{_written(message.get('tool_calls'))}"
+        f"{message['role']}: {_content(message.get('content') or '')}{_written(message.get('tool_calls'))}"
         for message in messages
     )
 
