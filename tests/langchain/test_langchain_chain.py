@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import pytest
+from langchain_classic.chains import create_history_aware_retriever
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage
+from langchain_core.language_models import FakeListChatModel, FakeListLLM
+from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.output_parsers import StrOutputParser
-from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 
+from cachecraft_rag.chunks import Chunk
+from cachecraft_rag.errors import InvalidRequestError
 from cachecraft_rag.events import ChunkDecision, ReuseReport
-from cachecraft_rag.langchain import CacheCraftRetriever, ChatCacheCraft
+from cachecraft_rag.langchain import CacheCraftRetriever, ChatCacheCraft, create_cachecraft_rag_chain
 from cachecraft_rag.testing import FakeEngine
 
 PROMPT = ChatPromptTemplate.from_messages([("system", "Use this:\n{context}"), ("human", "{question}")])
@@ -114,3 +121,148 @@ def test_bound_options_apply_in_a_chain(options: dict[str, Any]) -> None:
     bound = PROMPT | llm.bind(**options)
     answer = bound.invoke({"context": format_docs(LIBRARY["bridge"]), "question": "When?"})
     assert report_of(answer).num_reused_tokens == 0
+
+
+class LibraryRetriever(BaseRetriever):
+    """A plain retriever whose queries are the keys of the library."""
+
+    library: dict[str, list[Document]] = LIBRARY
+
+    def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+        return self.library[query]
+
+
+BRIDGE_CHUNKS = [("b1", ChunkDecision.COMPUTED), ("b2", ChunkDecision.COMPUTED)]
+RIVER_CHUNKS = [("b2", ChunkDecision.REUSED), ("r1", ChunkDecision.COMPUTED)]
+
+
+def test_the_rag_chain_answers_and_hands_on_its_documents() -> None:
+    """Input, context and answer, as of LangChain's own chain; a bare question will do."""
+    llm = ChatCacheCraft(engine=FakeEngine("in 1987"))
+    chain = create_cachecraft_rag_chain(LibraryRetriever(), llm)
+    expected = {"input": "bridge", "context": LIBRARY["bridge"], "answer": "in 1987"}
+    assert chain.invoke("bridge") == chain.invoke({"input": "bridge"}) == expected
+
+
+async def test_the_rag_chain_finds_its_chunks_in_every_way_of_calling() -> None:
+    """Sync, async, streams and batches; two engines alive, so nothing is left to capture."""
+    other = ChatCacheCraft(engine=FakeEngine())
+    llm = ChatCacheCraft(engine=FakeEngine())
+    chain = create_cachecraft_rag_chain(LibraryRetriever(), llm, output_parser=RunnablePassthrough())
+    assert_chunks(chain.invoke("bridge")["answer"], BRIDGE_CHUNKS)
+    assert_chunks((await chain.ainvoke("river"))["answer"], RIVER_CHUNKS)
+    streamed = functools.reduce(operator.add, chain.stream("bridge"))
+    astreamed = functools.reduce(operator.add, [piece async for piece in chain.astream("bridge")])
+    [batched], [abatched] = chain.batch(["bridge"]), await chain.abatch(["bridge"])
+    for result in (streamed, astreamed, batched, abatched):
+        assert_chunks(result["answer"], [("b1", ChunkDecision.EXACT), ("b2", ChunkDecision.EXACT)])
+        assert result["context"] == LIBRARY["bridge"]
+    assert other.last_report is None
+
+
+async def test_the_rag_chain_streams_the_answer_in_pieces() -> None:
+    """Documents come before the first word, and words as they are made."""
+    chain = create_cachecraft_rag_chain(LibraryRetriever(), ChatCacheCraft(engine=FakeEngine("in 1987 then")))
+    for pieces in (list(chain.stream("bridge")), [piece async for piece in chain.astream("bridge")]):
+        assert [piece["answer"] for piece in pieces if piece.get("answer")] == ["in", " 1987", " then"]
+        keys = [key for piece in pieces for key in piece]
+        assert keys.index("context") < keys.index("answer")
+
+
+async def test_a_batch_of_the_rag_chain_keeps_documents_apart() -> None:
+    """Eight questions with documents of their own, in threads and on one loop."""
+    library = {f"q{i}": [Document(f"Document number {i} speaks.", id=str(i))] for i in range(8)}
+    llm = ChatCacheCraft(engine=FakeEngine(lambda prompt: prompt))
+    retriever = LibraryRetriever(library=library)
+    chain = create_cachecraft_rag_chain(retriever, llm, output_parser=RunnablePassthrough())
+    results = chain.batch(list(library), {"max_concurrency": 8}) + await chain.abatch(list(library))
+    for i, result in zip([*range(8)] * 2, results, strict=True):
+        assert f"Document number {i} speaks." in result["answer"].content
+        assert [chunk.doc_id for chunk in report_of(result["answer"]).chunks] == [str(i)]
+
+
+def test_history_stands_before_the_passages() -> None:
+    """A follow-up question begins with the conversation as it was."""
+    engine = FakeEngine()
+    chain = create_cachecraft_rag_chain(LibraryRetriever(), ChatCacheCraft(engine=engine))
+    history = [HumanMessage("What is it?"), AIMessage("A bridge.")]
+    chain.invoke({"input": "bridge", "chat_history": history})
+    assert [message["role"] for message in engine.last_call.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
+    assert engine.last_call.prompt.endswith("It has {three} arches.\n\n\nQuestion: bridge")
+
+
+def test_the_rag_chain_takes_other_variables_and_document_prompts() -> None:
+    """A prompt of one's own may have more variables, and shows metadata as part of the chunk."""
+    engine = FakeEngine()
+    prompt = ChatPromptTemplate.from_template("{tone}\n{context}\n{input}")
+    named = PromptTemplate.from_template("{source}: {page_content}")
+    library = {"q": [Document("It flows.", metadata={"source": "river.md"})]}
+    chain = create_cachecraft_rag_chain(
+        LibraryRetriever(library=library), ChatCacheCraft(engine=engine), prompt, document_prompt=named
+    )
+    chain.invoke({"input": "q", "tone": "Be brief."})
+    assert engine.last_call.prompt == "user: Be brief.\nriver.md: It flows.\nq"
+    assert Chunk("river.md: It flows.", "river.md") in [
+        chunk for call in engine.calls for chunk in call.chunks
+    ]
+
+
+@pytest.mark.parametrize(
+    "retriever",
+    [
+        LibraryRetriever() | RunnableLambda(lambda documents: documents[::-1][::-1]),
+        LibraryRetriever().with_config(tags=["x"]),
+        RunnableLambda(lambda variables: LIBRARY[variables["input"]]),
+    ],
+    ids=["reranked", "bound", "of the mapping"],
+)
+def test_the_rag_chain_takes_any_retriever(retriever: Any) -> None:
+    """What takes text gets the question, other runnables the whole input."""
+    llm = ChatCacheCraft(engine=FakeEngine())
+    assert create_cachecraft_rag_chain(retriever, llm).invoke("bridge")["context"] == LIBRARY["bridge"]
+    assert llm.last_report is not None
+    assert [chunk.doc_id for chunk in llm.last_report.chunks] == ["b1", "b2"]
+
+
+def test_a_retriever_of_another_engine_tells_both() -> None:
+    """The chain's model is told of documents that the retriever announced elsewhere."""
+    llm, other = ChatCacheCraft(engine=FakeEngine()), FakeEngine()
+    retriever = CacheCraftRetriever(base_retriever=LibraryRetriever(), engine=other)
+    create_cachecraft_rag_chain(retriever, llm).invoke("bridge")
+    assert [call.method for call in other.calls] == ["prefetch"]
+    assert llm.last_report is not None
+    assert [chunk.doc_id for chunk in llm.last_report.chunks] == ["b1", "b2"]
+
+
+def test_a_history_aware_retriever_sees_the_history() -> None:
+    """LangChain's rewriter of follow-up questions fits in front."""
+    rewriter = FakeListChatModel(responses=["river"])
+    rewrite = ChatPromptTemplate.from_messages([("placeholder", "{chat_history}"), ("human", "{input}")])
+    retriever = create_history_aware_retriever(rewriter, LibraryRetriever(), rewrite)
+    chain = create_cachecraft_rag_chain(retriever, ChatCacheCraft(engine=FakeEngine()))
+    assert chain.invoke({"input": "bridge"})["context"] == LIBRARY["bridge"]
+    result = chain.invoke({"input": "And how long?", "chat_history": [HumanMessage("The river?")]})
+    assert result["context"] == LIBRARY["river"]
+
+
+def test_the_rag_chain_takes_any_model() -> None:
+    """A chat model and a completion model of others, and ours bound to options."""
+    for model in (FakeListChatModel(responses=["plain"]), FakeListLLM(responses=["plain"])):
+        assert create_cachecraft_rag_chain(LibraryRetriever(), model).invoke("bridge")["answer"] == "plain"
+    llm = ChatCacheCraft(engine=FakeEngine())
+    create_cachecraft_rag_chain(LibraryRetriever(), llm.bind(tenant="a")).invoke("bridge")
+    assert llm.last_report is not None
+    assert [chunk.doc_id for chunk in llm.last_report.chunks] == ["b1", "b2"]
+
+
+@pytest.mark.parametrize("wrong", [{}, {"question": "Who?"}, 7])
+def test_a_chain_without_a_question_says_so(wrong: Any) -> None:
+    """The error names what was given."""
+    chain = create_cachecraft_rag_chain(LibraryRetriever(), ChatCacheCraft(engine=FakeEngine()))
+    with pytest.raises(InvalidRequestError, match="'input'"):
+        chain.invoke(wrong)

@@ -12,6 +12,7 @@ from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine import CallOptions, ChatEngine, Completion, CompletionDelta, shared_engine
 from cachecraft_rag.errors import ConfigurationError
 from cachecraft_rag.events import ReuseReport
+from cachecraft_rag.langchain._capture import start_capture
 from cachecraft_rag.langchain._convert import merge_stop
 
 PROVIDER = "cachecraft"
@@ -53,6 +54,7 @@ class EngineBacked(BaseModel):
         # Both check their arguments here, where they are written, instead of at the first call.
         CallOptions.from_kwargs(self._options(None, {}))
         _ = self.chat_engine
+        start_capture(self)
 
     @property
     def chat_engine(self) -> ChatEngine:

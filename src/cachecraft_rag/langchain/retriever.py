@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever, RetrieverLike
+from langchain_core.runnables import RunnableConfig
 from pydantic import ConfigDict, Field, InstanceOf, SkipValidation
 
-from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.engine import ChatEngine
 from cachecraft_rag.errors import ConfigurationError, InvalidRequestError
+from cachecraft_rag.langchain._capture import TOLD_TAG, Target, count_target
+from cachecraft_rag.langchain._documents import document_chunks
 from cachecraft_rag.langchain.chat_model import ChatCacheCraft
 from cachecraft_rag.langchain.dense import DenseRetriever
 from cachecraft_rag.retrieval import Encoder
@@ -54,6 +57,9 @@ class CacheCraftRetriever(BaseRetriever):
         super().__init__(**settings)
         if (self.llm is None) == (self.engine is None):
             raise ConfigurationError("give either llm= or engine=: one of them is told of the documents")
+        # Capture, which does not know whose documents these are, leaves our runs alone.
+        self.tags = [*(self.tags or ()), TOLD_TAG]
+        count_target(self, CacheCraftRetriever._target)
 
     @classmethod
     def from_texts(
@@ -104,40 +110,36 @@ class CacheCraftRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        documents = self.base_retriever.invoke(
-            query, {"callbacks": run_manager.get_child()}, **self._arguments(kwargs)
-        )
-        return self._remember(documents)
+        documents = self.base_retriever.invoke(query, _config_below(run_manager), **self._arguments(kwargs))
+        self._remember(documents)
+        return documents
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         documents = await self.base_retriever.ainvoke(
-            query, {"callbacks": run_manager.get_child()}, **self._arguments(kwargs)
+            query, _config_below(run_manager), **self._arguments(kwargs)
         )
-        return self._remember(documents)
+        # In a thread: hashing many texts takes milliseconds of the caller's loop.
+        await asyncio.to_thread(self._remember, documents)
+        return documents
 
     def _arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs if self.k is None else {"k": self.k, **kwargs}
 
-    def _remember(self, documents: list[Document]) -> list[Document]:
+    def _remember(self, documents: list[Document]) -> None:
+        target = self._target()
+        target.engine.prefetch(document_chunks(documents, is_shared=self.is_shared), tenant=target.tenant)
+
+    def _target(self) -> Target:
         engine, tenant = self.engine, self.tenant
         if self.llm is not None:
             engine, tenant = self.llm.chat_engine, tenant or self.llm.tenant
         assert engine is not None  # checked by __init__
-        engine.prefetch(list(_chunks(documents, self.is_shared)), tenant=tenant)
-        return documents
+        return Target(engine, tenant, self.is_shared)
 
 
-def _chunks(documents: Iterable[Document], is_shared: bool) -> Iterable[Chunk]:
-    """One chunk per document that holds text; splitters and loaders do return empty ones."""
-    for document in documents:
-        text = document.page_content.strip()
-        if text:
-            doc_id = document.metadata.get("source") or document.id
-            version = document.metadata.get("version")
-            yield Chunk(text, _text(doc_id), None if doc_id is None else _text(version), is_shared)
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
+def _config_below(
+    run_manager: CallbackManagerForRetrieverRun | AsyncCallbackManagerForRetrieverRun,
+) -> RunnableConfig:
+    return {"callbacks": run_manager.get_child(), "tags": [TOLD_TAG]}
