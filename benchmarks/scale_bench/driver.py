@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 
-from benchmarks.scale_bench.measuring import Times, resident_bytes, time_each
+from benchmarks.scale_bench.measuring import SizeRow, Times, resident_bytes, time_each
 from benchmarks.scale_bench.texts import (
     SEED,
     chunk_of,
@@ -26,41 +26,25 @@ REQUEST_CHUNKS = 10
 BATCH = 1_000
 
 
-@dataclass(frozen=True, slots=True)
-class DriverRow:
-    """Times of one kind of call at one size of the index.
-
-    `bytes_per_chunk` is the growth of resident memory, the chunk's own text included.
-    """
-
-    call: str
-    num_chunks: int
-    p50_us: float
-    p99_us: float
-    p99_cpu_us: float
-    max_us: float
-    bytes_per_chunk: float
-
-
-def measure_driver(num_chunks: int, num_requests: int) -> list[DriverRow]:
+def measure_driver(num_chunks: int, num_requests: int) -> list[SizeRow]:
     """Rows of one size; in a process of its own, as it reads the process's memory."""
     return [*_rows(num_chunks, num_requests, text_of, ("find", "find, passed", "find nothing", "add"))]
 
 
-def measure_one_header(num_chunks: int, num_requests: int) -> list[DriverRow]:
+def measure_one_header(num_chunks: int, num_requests: int) -> list[SizeRow]:
     """`measure_driver` where all chunks begin with the same header, the matcher's worst case."""
     return [*_rows(num_chunks, num_requests, text_behind_header, ("find, one header",))]
 
 
 def _rows(
     num_chunks: int, num_requests: int, text: Callable[[int], str], calls: Sequence[str]
-) -> Iterator[DriverRow]:
+) -> Iterator[SizeRow]:
     before = resident_bytes()
     known = filled(num_chunks, text)
     each = (resident_bytes() - before) / num_chunks
     for call in calls:
         times = _measure(call, known, num_chunks, num_requests, text)
-        yield DriverRow(call, num_chunks, **asdict(times), bytes_per_chunk=each)
+        yield SizeRow(call, num_chunks, each, **asdict(times))
 
 
 def filled(num_chunks: int, text: Callable[[int], str] = text_of) -> KnownChunks:

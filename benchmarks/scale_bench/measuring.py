@@ -27,6 +27,22 @@ class Times:
     max_us: float
 
 
+@dataclass(frozen=True, slots=True)
+class SizeRow:
+    """Times of one kind of call at one size of the index.
+
+    `bytes_per_chunk` is the growth of resident memory while the index was filled.
+    """
+
+    call: str
+    num_chunks: int
+    bytes_per_chunk: float
+    p50_us: float
+    p99_us: float
+    p99_cpu_us: float
+    max_us: float
+
+
 class Stopwatch:
     """Times of single calls, by the clock and of the processor."""
 

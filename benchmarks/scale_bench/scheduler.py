@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count, islice
 
-from benchmarks.scale_bench.measuring import resident_bytes, time_each
+from benchmarks.scale_bench.measuring import SizeRow, resident_bytes, time_each
 from benchmarks.store_bench.made import SEED, TENANT, chunk_key, digest, meta_of, profile
 
 from cachecraft_rag.chunks import AttentionProfile, RecordMeta, Span
@@ -27,32 +27,16 @@ ASKED = 2
 STRATEGIES = (CacheCraftConfig().strategy, "cachecraft")
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerRow:
-    """Times of one kind of call at one size of the index, for a request of ten chunks.
-
-    `bytes_per_chunk` is the growth of resident memory; profiles are shared, so they do not count.
-    """
-
-    call: str
-    num_chunks: int
-    p50_us: float
-    p99_us: float
-    p99_cpu_us: float
-    max_us: float
-    bytes_per_chunk: float
-
-
 Request = Callable[[], object]
 
 
-def measure_scheduler(num_chunks: int, num_requests: int) -> list[SchedulerRow]:
+def measure_scheduler(num_chunks: int, num_requests: int) -> list[SizeRow]:
     """Rows of one size; in a process of its own, as it reads the process's memory."""
     before = resident_bytes()
     store = filled(num_chunks)
     each = (resident_bytes() - before) / num_chunks
     return [
-        SchedulerRow(call, num_chunks, **asdict(time_each(requests)), bytes_per_chunk=each)
+        SizeRow(call, num_chunks, each, **asdict(time_each(requests)))
         for call, requests in _calls(store, num_chunks, num_requests)
     ]
 
