@@ -31,7 +31,7 @@ from cachecraft_rag.vllm_connector.orders import capture_targets, make_job
 from cachecraft_rag.vllm_connector.recompute import cut_runs
 from cachecraft_rag.vllm_connector.reports import build_report
 from cachecraft_rag.vllm_connector.request_state import PendingCapture, RequestState
-from cachecraft_rag.vllm_connector.steps import JobFacts, slots_of
+from cachecraft_rag.vllm_connector.steps import JobFacts, slots_at
 
 NUM_CHUNKS = 20
 CHUNK_CHARS = 960
@@ -148,5 +148,4 @@ def _targets(state: RequestState, spec: RequestSpec, block_ids: list[int]) -> ob
 
 def _cut(chosen: tuple[Span, ...], block_ids: np.ndarray) -> None:
     for piece in cut_runs(chosen, STEP_TOKENS, STEP_TOKENS):
-        positions_of(piece)
-        np.concatenate([slots_of(block_ids, BLOCK_SIZE, run) for run in piece])
+        slots_at(block_ids, BLOCK_SIZE, positions_of(piece))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cachecraft_rag.chunks import ChunkKey
@@ -182,14 +182,14 @@ class ReuseReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready data; `from_dict` reverses it."""
-        return asdict(self)
+        return {**_fields_of(self), "chunks": tuple(map(_fields_of, self.chunks))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ReuseReport:
-        fields = dict(data)
-        fields["decision"] = RequestDecision(fields["decision"])
-        fields["reason"] = Reason(fields["reason"])
-        fields["chunks"] = tuple(
+        values = dict(data)
+        values["decision"] = RequestDecision(values["decision"])
+        values["reason"] = Reason(values["reason"])
+        values["chunks"] = tuple(
             ChunkReport(
                 **{
                     **chunk,
@@ -197,6 +197,11 @@ class ReuseReport:
                     "reason": Reason(chunk["reason"]),
                 }
             )
-            for chunk in fields.get("chunks", ())
+            for chunk in values.get("chunks", ())
         )
-        return cls(**fields)
+        return cls(**values)
+
+
+def _fields_of(record: ChunkReport | ReuseReport) -> dict[str, Any]:
+    # `asdict` copies every value of every chunk, which is most of the time that a report takes.
+    return {each.name: getattr(record, each.name) for each in fields(record)}
