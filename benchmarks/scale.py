@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale_bench.driver import measure_driver, measure_one_header
+from benchmarks.scale_bench.pauses import measure_pauses
 from benchmarks.scale_bench.request_path import measure_request_path
 from benchmarks.scale_bench.scheduler import measure_scheduler
 from benchmarks.scale_bench.threads import measure_threads
@@ -55,6 +56,11 @@ def parts(args: argparse.Namespace) -> list[Part]:
             "threads",
             "driver: find and layout in a pool of threads",
             _each(measure_threads, [(n, THREADS_SIZE, args.requests) for n in args.threads]),
+        ),
+        Part(
+            "pauses",
+            "garbage collection over a filled index",
+            _each(measure_pauses, [(size,) for size in args.sizes]),
         ),
         Part(
             "request_path",
