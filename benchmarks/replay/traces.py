@@ -57,10 +57,10 @@ class Trace:
 
 def ragpulse(folder: Path) -> Trace:
     """A question service's retrieved passages; a passage named twice in a request counts once."""
-    num_tokens = {row["id"]: row["tokens"] for row in _rows(folder, "trace_ragpulse_lengths")}
+    num_tokens = {row["id"]: row["tokens"] for row in rows_of(folder, "trace_ragpulse_lengths")}
     requests = [
         Request(row["t"], _passages(row["sys"], row["passages"], num_tokens))
-        for row in _rows(folder, "trace_ragpulse")
+        for row in rows_of(folder, "trace_ragpulse")
         if row["passages"]
     ]
     return Trace("RAGPulse", tuple(requests))
@@ -78,7 +78,7 @@ def mooncake(folder: Path) -> Trace:
                     for index, block in enumerate(row["blocks"])
                 ),
             )
-            for row in _rows(folder, "trace_mooncake_synthetic")
+            for row in rows_of(folder, "trace_mooncake_synthetic")
         ),
     )
 
@@ -111,6 +111,6 @@ def _passages(system: list[int], passages: list[int], num_tokens: dict[int, int]
     return tuple(accesses)
 
 
-def _rows(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+def rows_of(folder: Path, name: str) -> Iterator[dict[str, Any]]:
     with gzip.open(folder / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
         yield from map(json.loads, lines)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import enum
 import hashlib
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, NewType
 
 from cachecraft_rag.errors import InvalidRequestError, PlanError
@@ -21,6 +23,8 @@ ChunkKey = NewType("ChunkKey", str)
 """Identity of a chunk's KV: a hash of its token ids within one `namespace`, as 32 hex digits."""
 
 DIGEST_BYTES = 16
+
+_start, _end = attrgetter("start"), attrgetter("end")
 
 SHARED_TENANT = "cachecraft:shared"
 """Tenant of public documents: its chunks are stored once and may be read by every tenant.
@@ -53,6 +57,22 @@ class Span:
 
     def shift(self, offset: int) -> Span:
         return Span(self.start + offset, self.end + offset)
+
+
+def parts_within(spans: Sequence[Span], limits: Span) -> tuple[Span, ...]:
+    """The non-empty parts of `spans`, which ascend and are disjoint, inside `limits`.
+
+    O(log n) and what is found: a plan of single tokens has a thousand spans, and each chunk asks for its own.
+    """
+    first = bisect_right(spans, limits.start, key=_end)
+    last = bisect_left(spans, limits.end, key=_start)
+    parts = (_clipped(span, limits) for span in spans[first:last])
+    return tuple(part for part in parts if part.start < part.end)
+
+
+def _clipped(span: Span, limits: Span) -> Span:
+    is_inside = limits.start <= span.start and span.end <= limits.end
+    return span if is_inside else span.clip(limits.start, limits.end)
 
 
 @dataclass(frozen=True, slots=True)

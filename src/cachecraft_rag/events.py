@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from cachecraft_rag.chunks import ChunkKey
@@ -207,16 +207,16 @@ class ReuseReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready data without the prompt's text; `from_dict` reverses it."""
-        data = asdict(replace(self, pieces=()))
+        data = {**_fields_of(self), "chunks": tuple(map(_fields_of, self.chunks))}
         del data["pieces"]
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ReuseReport:
-        fields = dict(data)
-        fields["decision"] = RequestDecision(fields["decision"])
-        fields["reason"] = Reason(fields["reason"])
-        fields["chunks"] = tuple(
+        values = dict(data)
+        values["decision"] = RequestDecision(values["decision"])
+        values["reason"] = Reason(values["reason"])
+        values["chunks"] = tuple(
             ChunkReport(
                 **{
                     **chunk,
@@ -224,9 +224,9 @@ class ReuseReport:
                     "reason": Reason(chunk["reason"]),
                 }
             )
-            for chunk in fields.get("chunks", ())
+            for chunk in values.get("chunks", ())
         )
-        return cls(**fields)
+        return cls(**values)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -239,3 +239,8 @@ class ReuseReport:
         from cachecraft_rag.report_text import report_text
 
         return report_text(self)
+
+
+def _fields_of(record: ChunkReport | ReuseReport) -> dict[str, Any]:
+    # `asdict` copies every value of every chunk, which is most of the time that a report takes.
+    return {each.name: getattr(record, each.name) for each in fields(record)}

@@ -133,3 +133,32 @@ def test_agrees_with_brute_force(texts: list[str], prompt: str, middle: str) -> 
     prompt = middle.join([prompt, *texts])
     spans = [(match.start, match.end) for match in matcher(*texts).find(prompt)]
     assert spans == brute_force(prompt, texts)
+
+
+@given(
+    st.lists(st.tuples(st.text("ab", min_size=1, max_size=5), st.integers(1, 600)), max_size=6),
+    st.text("ab ", max_size=20),
+)
+def test_agrees_with_brute_force_on_long_texts(made_of: list[tuple[str, int]], middle: str) -> None:
+    """Texts of up to 3,000 characters, many of which begin alike, are found where they stand."""
+    texts = [f"{piece * times}!" for piece, times in made_of]
+    prompt = middle.join(["", *texts, ""])
+    spans = [(match.start, match.end) for match in matcher(*texts).find(prompt)]
+    assert spans == brute_force(prompt, texts)
+
+
+def test_finds_what_is_left_after_many_came_and_went() -> None:
+    """An index that grew, and from which most was removed, finds the rest and nothing else."""
+    texts = [f"number {n} {LONG}" for n in range(3000)]
+    index = matcher(*texts)
+    for text in texts[10:2990]:
+        index.remove(text)
+    left = texts[:10] + texts[2990:]
+    prompt = "|".join(texts[n] for n in (5, 100, 2500, 2995, 2000))
+    assert [match.chunk.text for match in index.find(prompt)] == [texts[5], texts[2995]]
+    assert [match.chunk.text for match in index.find("|".join(left))] == left
+
+
+def test_a_prompt_with_half_a_surrogate_pair_is_searched() -> None:
+    """Whoever encodes it reports the fault; chunks around it are found."""
+    assert found(f"\ud83c{LONG}|alpha", LONG, "alpha") == [LONG.strip(), "alpha"]

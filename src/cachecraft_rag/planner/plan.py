@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from cachecraft_rag.chunks import ChunkKey, DocumentRef, Span
+from cachecraft_rag.chunks import ChunkKey, DocumentRef, Span, parts_within
 from cachecraft_rag.errors import PlanError
 from cachecraft_rag.events import ChunkDecision, Reason
 from cachecraft_rag.planner.live import LiveSelection
@@ -235,8 +235,7 @@ class ReusePlan:
 
 
 def _with_chosen(chunk: ChunkPlan, chosen: Sequence[Span]) -> ChunkPlan:
-    parts = (span.clip(chunk.span.start, chunk.span.end) for span in chosen)
-    recompute = tuple(part for part in parts if part)
+    recompute = parts_within(chosen, chunk.span)
     decision = ChunkDecision.REPAIRED if recompute else ChunkDecision.REUSED
     return replace(chunk, recompute=recompute, decision=decision)
 

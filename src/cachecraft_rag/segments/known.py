@@ -87,9 +87,10 @@ class KnownChunks:
     def forget_tenant(self, tenant: str) -> None:
         """Forget every chunk of `tenant`."""
         with self._lock:
-            if self._tenants.pop(tenant, None) is not None:
-                for key in [key for key in self._recency if key[0] == tenant]:
-                    del self._recency[key]
+            known = self._tenants.pop(tenant, None)
+            for doc_id, texts in known.texts_by_doc.items() if known else ():
+                for text in texts:
+                    del self._recency[tenant, text, doc_id]
 
     def _add_one(self, tenant: str, chunk: Chunk) -> None:
         key = _key(tenant, chunk)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from cachecraft_rag.chunks import (
     Chunk,
@@ -56,7 +57,7 @@ def build_layout(
         InvalidRequestError: `text` is not valid Unicode.
     """
     pieces = _with_bos(list(_pieces(text, matches, tokenizer, remember)), tokenizer.bos_ids)
-    token_ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
+    token_ids = tuple(chain.from_iterable(piece.token_ids for piece in pieces))
     shared_namespace = namespace if shared_namespace is None else shared_namespace
     segments = tuple(_segments(pieces, namespace, shared_namespace))
     return PromptLayout(token_ids, tuple(_with_prefixes(segments, token_ids, namespace, shared_namespace)))

@@ -27,7 +27,7 @@ from cachecraft_rag.vllm_connector.live_choice import (
 )
 from cachecraft_rag.vllm_connector.recompute import cut_runs, merge_spans
 from cachecraft_rag.vllm_connector.rotary import RotaryTable, turn_between
-from cachecraft_rag.vllm_connector.steps import JobFacts, LoadJob, slots_of
+from cachecraft_rag.vllm_connector.steps import JobFacts, LoadJob, slots_at
 
 
 @dataclass(slots=True, eq=False)
@@ -117,10 +117,10 @@ class JobRunner:
             record = self.records[load.record_id]
             parts.append(record.kv[:, :, offset:stop])
             spans.append((record.start + offset, load.span.start, len(load.span)))
-        slots = np.concatenate([slots_of(job.block_ids, self.block_size, x.span) for x in loads])
+        rows = LoadedRows(positions_of([load.span for load in loads]), {}, {})
+        slots = slots_at(job.block_ids, self.block_size, rows.positions)
         slot_tensor = torch.from_numpy(slots).to(device)
         turns: dict[int, torch.Tensor] = {}
-        rows = LoadedRows(positions_of([load.span for load in loads]), {}, {})
         for index, layer in enumerate(self.layers):
             key = torch.cat([part[index, 0] for part in parts]).to(device, non_blocking=True)
             value = torch.cat([part[index, 1] for part in parts]).to(device, non_blocking=True)
@@ -138,7 +138,7 @@ class JobRunner:
         limits = compat.pass_limits(self.runner)
         for piece in cut_runs(runs, limits.max_tokens, limits.max_sequences):
             positions = positions_of(piece)
-            slots = np.concatenate([slots_of(job.block_ids, self.block_size, r) for r in piece])
+            slots = slots_at(job.block_ids, self.block_size, positions)
             with suppress(PassEnded):
                 compat.run_recompute_pass(self.runner, piece, job.token_ids[positions], job.block_ids, slots)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cachecraft_rag.chunks import Span
+from cachecraft_rag.chunks import Span, parts_within
 from cachecraft_rag.events import (
     ChunkDecision,
     ChunkReport,
@@ -130,8 +130,9 @@ def _chunk_report(
 def _kept_beyond(plan: ReusePlan, chunk: ChunkPlan, local: int) -> int:
     """Tokens of a chunk whose loaded KV was kept, beyond vLLM's own hit."""
     first, last = max(chunk.span.start, local), min(chunk.span.end, plan.context_end)
-    repaired = sum(_overlap(run, first, last) for run in chunk.recompute)
-    return max(0, last - first) - repaired
+    if last <= first:
+        return 0
+    return last - first - sum(map(len, parts_within(chunk.recompute, Span(first, last))))
 
 
 def _kept_separator(plan: ReusePlan | None, index: int, local: int, failed: frozenset[int]) -> int:

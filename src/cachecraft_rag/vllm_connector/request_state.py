@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ class RequestState:
         ran_job: whether the plan was executed, as opposed to covered by vLLM's prefix cache.
         search: what is awaited from the cold tiers; planned once it is None.
         tiers: cold tier that a record was read from for this request; host memory where there is none.
+        report: as it is sent, once all facts are in.
     """
 
     request: Any
@@ -64,6 +66,7 @@ class RequestState:
     facts: JobFacts | None = None
     search: Search | None = None
     tiers: dict[int, str] = field(default_factory=dict)
+    report: Mapping[str, Any] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -167,7 +167,10 @@ class SchedulerSide:
         if not state.spec.store and self._block_pool is not None:
             self._block_pool.evict_blocks(set(block_ids))
         self._finished.append(state)
-        return None if awaits_facts else {PARAMS_KEY: build_report(state).to_dict()}
+        if awaits_facts:
+            return None
+        state.report = build_report(state).to_dict()
+        return {PARAMS_KEY: state.report}
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -185,7 +188,7 @@ class SchedulerSide:
             jobs=tuple(jobs),
             freed=(*self._store.drain_freed(), *self._keeper.take_scratch()),
             reports=tuple(
-                (state.spec.request_id, build_report(state).to_dict())
+                (state.spec.request_id, state.report or build_report(state).to_dict())
                 for state in self._finished
                 if state.spec
             ),

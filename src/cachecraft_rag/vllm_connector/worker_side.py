@@ -19,6 +19,7 @@ import torch
 
 from cachecraft_rag.chunks import AttentionProfile, Span
 from cachecraft_rag.errors import InternalError
+from cachecraft_rag.planner.selection import positions_of
 from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.capture import CaptureSession, Sink
 from cachecraft_rag.vllm_connector.cold_io import ColdIO
@@ -271,15 +272,15 @@ class WorkerSide:
         ]
         lead = self._leads.get(spec.lead)
         lead = lead if lead is not None and lead.is_complete else None
-        bounds, position = [], len(lead.filled) if lead else 0
+        num_lead = len(lead.filled) if lead else 0
+        bounds, position = [], num_lead
         for _, chunk in before:
             bounds.append((position, position + len(chunk.span)))
             position += len(chunk.span)
-        positions = [range(len(lead.filled))] if lead else []
-        positions += [chunk.span.positions() for _, chunk in before]
-        positions.append(range(spec.start, spec.start + spec.num_tokens))
+        own = Span(spec.start, spec.start + spec.num_tokens)
         device = queries.device
-        key_positions = torch.tensor([p for span in positions for p in span], device=device)
+        spans = [Span(0, num_lead), *(chunk.span for _, chunk in before), own]
+        key_positions = torch.from_numpy(positions_of(spans)).to(device)
         inputs = []
         for layer, place in self._session.profile_layers.items():
             keys = [lead.kv[lead.layers[layer], 0]] if lead else []

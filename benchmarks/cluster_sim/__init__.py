@@ -1,0 +1,1 @@
+"""A discrete-event simulation of engines that larger machines would run; see docs/scale.md."""
