@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from langchain_classic.chains import create_history_aware_retriever
 from langchain_core.documents import Document
@@ -16,12 +19,14 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 
+import cachecraft_rag
 from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.errors import InvalidRequestError
-from cachecraft_rag.events import ChunkDecision, ReuseReport
+from cachecraft_rag.events import ChunkDecision, Reason, ReuseReport
 from cachecraft_rag.langchain import CacheCraftRetriever, ChatCacheCraft, create_cachecraft_rag_chain
 from cachecraft_rag.testing import FakeEngine
 
+DOCS = Path(__file__).parents[2] / "docs" / "langchain.md"
 PROMPT = ChatPromptTemplate.from_messages([("system", "Use this:\n{context}"), ("human", "{question}")])
 LIBRARY = {
     "bridge": [Document("The bridge is from 1987.", id="b1"), Document("It has {three} arches.\n", id="b2")],
@@ -266,3 +271,19 @@ def test_a_chain_without_a_question_says_so(wrong: Any) -> None:
     chain = create_cachecraft_rag_chain(LibraryRetriever(), ChatCacheCraft(engine=FakeEngine()))
     with pytest.raises(InvalidRequestError, match="'input'"):
         chain.invoke(wrong)
+
+
+def test_the_quick_start_of_the_docs_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a reader would run it; in under 15 lines."""
+    [quick_start, *_] = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), flags=re.DOTALL | re.MULTILINE)
+    fake = FakeEngine("Ada Lund")
+    monkeypatch.setattr(cachecraft_rag, "default_model", lambda: "a-model", raising=False)
+    monkeypatch.setattr("cachecraft_rag.langchain._base.shared_engine", lambda *args, **kwargs: fake)
+    monkeypatch.setattr(
+        "cachecraft_rag.retrieval.SentenceEncoder.__call__", lambda self, texts: np.ones((len(texts), 4))
+    )
+    exec(compile(quick_start, DOCS.name, "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.splitlines() == ["Ada Lund", Reason.NOT_CACHED.sentence]
+    assert len(quick_start.splitlines()) < 15
