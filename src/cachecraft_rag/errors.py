@@ -9,7 +9,8 @@
     ├── EngineError                (RuntimeError)  the engine could not do what it was asked
     │   ├── EngineStartError                       it did not start
     │   ├── EngineClosedError                      it was closed
-    │   └── GenerationError                        vLLM failed the request, with reuse off as well
+    │   ├── GenerationError                        vLLM failed the request, with reuse off as well
+    │   └── AnswerFormError        (ValueError)    an answer has not the form that was asked for
     └── InternalError              (RuntimeError)  a broken invariant; never reaches a user
         ├── PlanError                              a plan does not cover its prompt exactly once
         └── StoreError                             the store's books do not add up
@@ -62,6 +63,11 @@ class EngineClosedError(EngineError):
 
 class GenerationError(EngineError):
     """vLLM failed the request, and failed it again with reuse off."""
+
+
+class AnswerFormError(EngineError, ValueError):
+    """An answer has not the form that was asked for, mostly because `max_tokens` cut it. A ValueError too,
+    because that is what LlamaIndex's synthesizers skip."""
 
 
 class InternalError(CacheCraftError, RuntimeError):

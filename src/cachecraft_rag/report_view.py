@@ -58,8 +58,13 @@ def parts_of(report: ReuseReport) -> list[Part]:
     for chunk in chunks_in_prompt(report):
         parts += _text_parts(report, position, chunk.start)
         parts += _chunk_parts(report, chunk)
-        parts.append(Part(_kept_fate(chunk), chunk.num_separator_tokens))
-        position = chunk.start + chunk.num_tokens + chunk.num_separator_tokens
+        position = chunk.start + chunk.num_tokens
+        if chunk.num_separator_tokens:
+            # vLLM's own hit may end within the separator; what came with the chunk stands behind it.
+            kept_from = max(position, report.num_prefix_tokens)
+            parts += _text_parts(report, position, kept_from)
+            parts.append(Part(_kept_fate(chunk), chunk.num_separator_tokens))
+            position = kept_from + chunk.num_separator_tokens
     parts += _text_parts(report, position, report.num_prompt_tokens)
     return [part for part in parts if part.num_tokens > 0]
 

@@ -7,7 +7,7 @@ loads neither vLLM nor torch.
 
 from __future__ import annotations
 
-from cachecraft_rag.errors import MissingDependencyError
+from cachecraft_rag.errors import AnswerFormError, MissingDependencyError
 
 try:
     import llama_index.core  # noqa: F401
@@ -20,7 +20,6 @@ except ModuleNotFoundError as error:
 
 from cachecraft_rag.llama_index._capture import start_capture, stop_capture
 from cachecraft_rag.llama_index._events import ChunkReuseEvent
-from cachecraft_rag.llama_index._structured import AnswerFormError
 from cachecraft_rag.llama_index.documents import follow
 from cachecraft_rag.llama_index.embedding import DefaultEmbedding
 from cachecraft_rag.llama_index.llm import CacheCraftLLM

@@ -20,18 +20,13 @@ from llama_index_instrumentation import get_dispatcher
 from pydantic_core import from_json
 
 from cachecraft_rag.engine import StructuredOutput
-from cachecraft_rag.errors import EngineError
+from cachecraft_rag.errors import AnswerFormError
 from cachecraft_rag.llama_index._base import EngineBackedLLM
 
 # What LlamaIndex adds for programs that predict by calling a tool.
 _TOOL_OPTIONS = frozenset({"tool_required", "tool_choice", "allow_parallel_tool_calls"})
 
 _dispatcher = get_dispatcher(__name__)
-
-
-class AnswerFormError(EngineError, ValueError):
-    """An answer has not the form that was asked for. A ValueError, because that is what LlamaIndex's
-    synthesizers skip."""
 
 
 class SchemaBoundLLM(EngineBackedLLM):

@@ -19,10 +19,10 @@ from llama_index.core.llms.llm import ToolSelection
 from llama_index_instrumentation.span import active_span_id
 
 from cachecraft_rag.engine import Completion, CompletionDelta, Message
-from cachecraft_rag.errors import InvalidRequestError
+from cachecraft_rag.errors import AnswerFormError, InvalidRequestError
 from cachecraft_rag.llama_index._convert import chat_response, completion_response, to_engine_messages
 from cachecraft_rag.llama_index._events import tell_reuse
-from cachecraft_rag.llama_index._structured import AnswerFormError, SchemaBoundLLM
+from cachecraft_rag.llama_index._structured import SchemaBoundLLM
 from cachecraft_rag.llama_index._tools import to_openai_tools, to_selections, to_tool_choice, with_question
 
 if TYPE_CHECKING:
