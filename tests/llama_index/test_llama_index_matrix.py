@@ -8,24 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from llama_index.core import Document, VectorStoreIndex, get_response_synthesizer
-from llama_index.core.agent.workflow import ReActAgent
+from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse
-from llama_index.core.bridge.pydantic import Field
+from llama_index.core.bridge.pydantic import BaseModel, Field
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
+from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.node_parser import SentenceSplitter, SentenceWindowNodeParser
 from llama_index.core.postprocessor import LongContextReorder, MetadataReplacementPostProcessor
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
 from llama_index.core.schema import NodeWithScore, QueryBundle
-from llama_index.core.tools import RetrieverTool
+from llama_index.core.tools import FunctionTool, RetrieverTool
 from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, step
 from llama_index_instrumentation import root_dispatcher
 
@@ -55,7 +56,8 @@ FRAMES = (
     "sentence_window",
     "reranked",
     "workflow",
-    "agent",
+    "function_agent",
+    "react_agent",
 )
 
 DOCUMENTS = [
@@ -88,8 +90,11 @@ ABSENT: dict[tuple[str | None, str | None, str | None], str] = {
     (None, "compact_accumulate", "astream"): "LlamaIndex cannot stream several answers",
     ("workflow", None, "sync"): "workflows are awaited",
     ("workflow", None, "stream"): "workflows are awaited",
-    ("agent", None, "sync"): "agents are awaited",
-    ("agent", None, "stream"): "agents are awaited",
+    **{
+        (frame, None, way): "agents are awaited"
+        for frame in ("function_agent", "react_agent")
+        for way in ("sync", "stream")
+    },
     **{
         (frame, mode, None): "this frame makes its own compact synthesizer"
         for frame in ("context_chat", "condense_plus_context")
@@ -97,7 +102,8 @@ ABSENT: dict[tuple[str | None, str | None, str | None], str] = {
         if mode != "compact"
     },
     **{
-        ("agent", mode, None): "no synthesizer takes part: the tool's text is the message"
+        (frame, mode, None): "no synthesizer takes part: the tool's text is the message"
+        for frame in ("function_agent", "react_agent")
         for mode in MODES
         if mode != "compact"
     },
@@ -132,7 +138,7 @@ def expected_documents(frame: str, mode: str) -> set[str]:
 
 def test_number_of_cells() -> None:
     """The matrix is as large as it says: nothing is left out without a reason above."""
-    assert len(CELLS) == 62
+    assert len(CELLS) == 64
 
 
 class Reports(BaseEventHandler):
@@ -341,7 +347,29 @@ async def workflow(llm: CacheCraftLLM, embed_model: BaseEmbedding, mode: str, wa
     return await read(await steps.run(), way)
 
 
-async def agent(llm: CacheCraftLLM, embed_model: BaseEmbedding, mode: str, way: str) -> str:
+class Topic(BaseModel):
+    topic: Literal["Faust"]
+
+
+async def function_agent(llm: CacheCraftLLM, embed_model: BaseEmbedding, mode: str, way: str) -> str:
+    """The tool call is forced, and bound to its schema, which has one value only."""
+    if not isinstance(llm, FunctionCallingLLM):
+        pytest.skip("this CacheCraftLLM calls no tools")
+    found = retriever_of(embed_model)
+
+    async def books(topic: str) -> str:
+        """Finds books about a topic."""
+        return "\n\n".join([each.get_content() for each in await found.aretrieve(topic)])
+
+    llm = llm.model_copy(update={"max_tokens": 48})
+    tools = [FunctionTool.from_defaults(async_fn=books, fn_schema=Topic)]
+    asking = FunctionAgent(
+        tools=tools, llm=llm, initial_tool_choice="books", streaming=way == "astream", timeout=120
+    )
+    return str(await asking.run(QUESTION, max_iterations=3))
+
+
+async def react_agent(llm: CacheCraftLLM, embed_model: BaseEmbedding, mode: str, way: str) -> str:
     tool = RetrieverTool.from_defaults(retriever_of(embed_model), name="books", description="Finds books.")
     return str(await ReActAgent(tools=[tool], llm=llm, streaming=way == "astream").run(QUESTION))
 
@@ -354,5 +382,6 @@ RUN: dict[str, Callable[[CacheCraftLLM, BaseEmbedding, str, str], Awaitable[str]
     "sentence_window": sentence_window,
     "reranked": reranked,
     "workflow": workflow,
-    "agent": agent,
+    "function_agent": function_agent,
+    "react_agent": react_agent,
 }
