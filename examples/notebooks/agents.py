@@ -27,6 +27,7 @@
 # %%
 import json
 from pathlib import Path
+from typing import Annotated
 
 from cachecraft_rag import default_model
 
@@ -57,6 +58,7 @@ from langchain.agents.middleware import wrap_model_call
 from langchain_core.documents import Document
 from langchain_core.messages import ToolMessage
 from langchain_core.tools import tool
+from pydantic import Field
 
 from cachecraft_rag.langchain import CacheCraftMiddleware, ChatCacheCraft, DenseRetriever
 
@@ -66,7 +68,7 @@ search_index = DenseRetriever.from_documents(
 
 
 @tool(response_format="content_and_artifact")
-def search(query: str):
+def search(query: Annotated[str, Field(max_length=60)]):
     """Search an encyclopedia."""
     found = search_index.invoke(query)
     return "\n\n".join(document.page_content for document in found), found
@@ -97,7 +99,8 @@ for question in QUESTIONS:
 
 # %%
 from llama_index.core.schema import TextNode
-from llama_index.core.tools import RetrieverTool
+from llama_index.core.tools import RetrieverTool, ToolMetadata
+from pydantic import BaseModel
 
 from cachecraft_rag.llama_index import CacheCraftLLM, CacheCraftRetriever
 from cachecraft_rag.llama_index import DenseRetriever as NodeRetriever
@@ -105,7 +108,14 @@ from cachecraft_rag.llama_index import DenseRetriever as NodeRetriever
 llm = CacheCraftLLM(**MODEL)
 nodes = [TextNode(id_=passage["doc_id"], text=passage["text"]) for passage in passages]
 retriever = CacheCraftRetriever(NodeRetriever(nodes, similarity_top_k=3), llm=llm)
-search_tool = RetrieverTool.from_defaults(retriever, name="search", description="Search an encyclopedia.")
+
+
+class Query(BaseModel):
+    input: str = Field(max_length=60)
+
+
+about = ToolMetadata(name="search", description="Search an encyclopedia.", fn_schema=Query)
+search_tool = RetrieverTool(retriever, metadata=about)
 
 for question in QUESTIONS:
     called = llm.chat_with_tools([search_tool], user_msg=question, tool_required=True)

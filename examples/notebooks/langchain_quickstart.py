@@ -42,6 +42,7 @@ documents = [
 
 # %%
 llm = ChatCacheCraft(model=default_model(), engine_args={"max_model_len": 4096}, max_tokens=24)
+llm.chat_engine.start()  # or with the first question
 retriever = CacheCraftRetriever.from_documents(documents, llm=llm, k=4)
 chain = create_cachecraft_rag_chain(retriever, llm)
 

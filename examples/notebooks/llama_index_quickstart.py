@@ -41,6 +41,7 @@ documents = [Document(text=passage["text"], doc_id=passage["doc_id"]) for passag
 
 # %%
 llm = CacheCraftLLM(default_model(), engine_args={"max_model_len": 4096}, max_tokens=24)
+llm.engine.start()  # or with the first question
 retriever = CacheCraftRetriever.from_documents(documents, llm=llm, similarity_top_k=4)
 query_engine = RetrieverQueryEngine.from_args(retriever, llm=llm)
 
