@@ -18,8 +18,8 @@
 # a conversation now.
 #
 # The embedded model is far too small to decide for itself when to call a tool. So the first turn of
-# each agent is told to (`tool_choice`), which binds decoding to a valid call; with a larger model
-# leave that out.
+# each agent is told to (`tool_choice`), which binds decoding to a valid call, and the query is kept
+# short, as a model this small does not know when to stop. With a larger model leave both out.
 
 # %%
 # %env VLLM_LOGGING_LEVEL=ERROR
@@ -31,7 +31,7 @@ from typing import Annotated
 
 from cachecraft_rag import default_model
 
-MODEL = {"model": default_model(), "engine_args": {"max_model_len": 4096}, "max_tokens": 48}
+MODEL = {"model": default_model(), "engine_args": {"max_model_len": 4096}, "max_tokens": 64}
 passages = [json.loads(line) for line in Path("../data/passages.jsonl").read_text().splitlines()]
 QUESTIONS = [
     "How many points did the Panthers defense surrender?",
@@ -68,7 +68,7 @@ search_index = DenseRetriever.from_documents(
 
 
 @tool(response_format="content_and_artifact")
-def search(query: Annotated[str, Field(max_length=60)]):
+def search(query: Annotated[str, Field(max_length=40)]):
     """Search an encyclopedia."""
     found = search_index.invoke(query)
     return "\n\n".join(document.page_content for document in found), found
@@ -111,7 +111,7 @@ retriever = CacheCraftRetriever(NodeRetriever(nodes, similarity_top_k=3), llm=ll
 
 
 class Query(BaseModel):
-    input: str = Field(max_length=60)
+    input: str = Field(max_length=40)
 
 
 about = ToolMetadata(name="search", description="Search an encyclopedia.", fn_schema=Query)

@@ -20,7 +20,7 @@ from llama_index.core.program import FunctionCallingProgram
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel
 
-from cachecraft_rag.errors import EngineError, InvalidRequestError
+from cachecraft_rag.errors import AnswerFormError, EngineError, InvalidRequestError
 from cachecraft_rag.llama_index import CacheCraftLLM
 from cachecraft_rag.testing import FakeAnswer, FakeEngine
 
@@ -294,3 +294,15 @@ def test_roles_of_other_providers_may_call_tools() -> None:
     llm, engine = llm_with("x")
     llm.chat([ChatMessage(role=MessageRole.MODEL, blocks=[ToolCallBlock(tool_name="add")])])
     assert engine.last_call.messages[0]["tool_calls"][0]["function"]["name"] == "add"
+
+
+@pytest.mark.parametrize(("finish_reason", "advice"), [("length", "max_tokens"), ("stop", "tool_required")])
+def test_an_answer_without_a_call_says_what_to_do(finish_reason: str, advice: str) -> None:
+    """One that was cut needs more tokens, another one to be forced."""
+    llm, _ = llm_with("text")
+    response = ChatResponse(
+        message=ChatMessage(role=MessageRole.ASSISTANT, content='{"name": "add"'),
+        raw={"finish_reason": finish_reason},
+    )
+    with pytest.raises(AnswerFormError, match=advice):
+        llm.get_tool_calls_from_response(response)

@@ -137,13 +137,12 @@ class CacheCraftLLM(SchemaBoundLLM):
         """The tools that an answer asks to be run.
 
         Raises:
-            AnswerFormError: none, and `error_on_no_tool_call`.
+            AnswerFormError: there are none, and `error_on_no_tool_call`.
         """
         selections = to_selections(response.message)
         if error_on_no_tool_call and not selections:
             raise AnswerFormError(
-                f"the answer calls no tool, but says {response.message.content!r}: pass tool_required=True "
-                "or tool_choice= to force a call"
+                f"the answer calls no tool, but says {response.message.content!r}: {_what_to_do(response)}"
             )
         return selections
 
@@ -207,3 +206,9 @@ async def _apieces(deltas: AsyncIterator[CompletionDelta], make: Make[R]) -> Asy
 
 def _as_user(prompt: str) -> list[Message]:
     return [{"role": "user", "content": prompt}]
+
+
+def _what_to_do(response: ChatResponse) -> str:
+    if isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length":
+        return "max_tokens cut it, so allow more"
+    return "pass tool_required=True or tool_choice= to force a call"
