@@ -7,7 +7,7 @@ computes what has to be computed anyway, and the early layers stay fresh.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,6 +65,20 @@ class PassWatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class WantedPass:
+    """Tokens that a job wants computed before it goes on.
+
+    Attributes:
+        watch: what it wants to see of them.
+        provisional: positions among them whose KV is computed once more afterwards.
+    """
+
+    runs: tuple[Span, ...]
+    watch: PassWatch | None = None
+    provisional: Span = field(default=Span(0, 0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadedRows:
     """KV as it was loaded, on the layers that are measured.
 
@@ -76,6 +90,12 @@ class LoadedRows:
     positions: np.ndarray
     keys: dict[int, torch.Tensor]
     values: dict[int, torch.Tensor]
+
+    def add(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """The next rows of one layer."""
+        known = layer in self.keys
+        self.keys[layer] = torch.cat([self.keys[layer], key]) if known else key
+        self.values[layer] = torch.cat([self.values[layer], value]) if known else value
 
     def rows_of(self, spans: Sequence[Span]) -> np.ndarray:
         return np.searchsorted(self.positions, positions_of(spans))
@@ -90,7 +110,8 @@ class Choice:
     num_probe_tokens: int = 0
 
 
-RunPass = Callable[[Sequence[Span], PassWatch], None]
+Choosing = Generator[WantedPass, None, Choice]
+"""Yields the passes that it needs run, and is resumed when they have been; then gives the choice."""
 SumOverRanks = Callable[[np.ndarray | None, int], np.ndarray | None]
 
 
@@ -100,30 +121,30 @@ class LiveChooser:
 
     Attributes:
         probe_layers: layers on which the question's attention is read.
-        run_pass: computes spans of the job's prompt under a watch.
         sum_over_ranks: adds up what each rank measured on its own heads; (None, n) if it could not.
         lead_keys: keys of the text before the first chunk by layer, from position 0 on; None if unknown.
     """
 
     layers: Sequence[KVLayer]
     probe_layers: frozenset[int]
-    run_pass: RunPass
     sum_over_ranks: SumOverRanks
     lead_keys: Callable[[int], torch.Tensor | None]
 
-    def choose(self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...], probe: Span) -> Choice:
+    def choose(
+        self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...], probe: Span
+    ) -> Choosing:
         """Choose within the budget, the cost of measuring taken off first.
 
         Args:
             runs: what has to be computed anyway.
         """
         if live.method is LiveMethod.DEVIATION:
-            return self._by_deviation(live, loaded, runs)
-        return self._by_question(live, loaded, runs, probe)
+            return (yield from self._by_deviation(live, loaded, runs))
+        return (yield from self._by_question(live, loaded, runs, probe))
 
     def _by_question(
         self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...], probe: Span
-    ) -> Choice:
+    ) -> Choosing:
         is_dear = not probe or len(probe) > MAX_PROBE_SHARE * live.num_tokens
         if live.method is LiveMethod.FOCUS and is_dear:
             chosen = live.choose(None, live.num_tokens)
@@ -133,20 +154,19 @@ class LiveChooser:
             return Choice((), runs)
         watch = PassWatch(self.probe_layers)
         first = merge_spans([*runs, probe])
-        self.run_pass(first, watch)
+        yield WantedPass(first, watch, probe)
         measured = self._measure(live, lambda: self._attention(live, loaded, first, len(probe), watch))
         chosen = live.choose(measured, budget)
         return Choice(chosen, chosen, len(probe))
 
-    def _by_deviation(self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...]) -> Choice:
+    def _by_deviation(self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...]) -> Choosing:
         num_layers, num_early = len(self.layers), DEVIATION_LAYER + 1
         num_later = num_layers - num_early
         left = num_layers * live.num_tokens - num_early * live.num_candidates
         if num_later <= 0 or left < num_later:
             return Choice((), runs)
         first = merge_spans([*runs, *live.spans])
-        watch = PassWatch(frozenset({DEVIATION_LAYER}), stop_before=num_early)
-        self.run_pass(first, watch)
+        yield WantedPass(first, watch := PassWatch(frozenset({DEVIATION_LAYER}), stop_before=num_early))
         measured = self._measure(live, lambda: _deviation(live, loaded, first, watch))
         chosen = live.choose(measured, left // num_later)
         return Choice(chosen, merge_spans([*runs, *chosen]))
