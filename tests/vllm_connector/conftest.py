@@ -74,7 +74,9 @@ class Scheduler:
             cold=self.cold,
         )
         self.evicted: set[int] = set()
-        self.side.bind_block_pool(SimpleNamespace(evict_blocks=self.evicted.update))
+        self.side.bind_block_pool(
+            SimpleNamespace(evict_blocks=self.evicted.update, get_num_free_blocks=lambda: 0)
+        )
         self.num_requests = 0
 
     def request(self, chunks: Sequence[ChunkRef], **options: Any) -> Any:

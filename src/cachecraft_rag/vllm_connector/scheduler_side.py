@@ -364,7 +364,8 @@ class SchedulerSide:
         self._counters["num_plans"] += plan.uses_store
 
     def _figures(self) -> Mapping[str, Any]:
-        return {**self._counters, "num_running": len(self._states)}
+        free = {"num_free_blocks": self._block_pool.get_num_free_blocks()} if self._block_pool else {}
+        return {**self._counters, "num_running": len(self._states), **free}
 
     def _count_job(self, state: RequestState) -> None:
         self._counters["num_jobs"] += 1
