@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -23,10 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ttft import PASSAGES, fill_store, machine, messages, passages_for
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ttft import PASSAGES, fill_store, machine, messages, passages_for
 from cachecraft_rag import CacheCraftConfig, CacheCraftEngine, Chunk, default_model
 
 SEED = 5
@@ -80,9 +81,7 @@ class Prompts:
 
 async def first_token_s(engine: CacheCraftEngine, chunks: list[Chunk], way: str) -> float:
     began = time.perf_counter()
-    await engine.achat(
-        messages(chunks), chunks=chunks, max_tokens=1, read_prefix_cache=False, **WAYS[way]
-    )
+    await engine.achat(messages(chunks), chunks=chunks, max_tokens=1, read_prefix_cache=False, **WAYS[way])
     return time.perf_counter() - began
 
 
@@ -95,11 +94,13 @@ async def decode(engine: CacheCraftEngine, name: str, times: list[float]) -> Non
 
 def longest_gap(times: Sequence[float], start: float, end: float) -> float:
     """Between neighbours of which at least one lies in [start, end]."""
-    pairs = zip(times, times[1:], strict=False)
+    pairs = itertools.pairwise(times)
     return max((b - a for a, b in pairs if b >= start and a <= end), default=0.0)
 
 
-async def beside_decoding(engine: CacheCraftEngine, chunks: list[Chunk], way: str) -> tuple[float, float, float]:
+async def beside_decoding(
+    engine: CacheCraftEngine, chunks: list[Chunk], way: str
+) -> tuple[float, float, float]:
     """Longest gap with the prompt, longest gap before it, and the prompt's time to first token."""
     times: list[list[float]] = [[] for _ in range(NUM_DECODING)]
     decoding = [
@@ -140,9 +141,7 @@ def measure_whole(
     alone, together, in_turn = [], [], []
     for _ in range(repeats):
         alone.append(asyncio.run(first_token_s(engine, prompts.next(), way)))
-        together.append(
-            asyncio.run(all_at_once(engine, [prompts.next() for _ in range(num_together)], way))
-        )
+        together.append(asyncio.run(all_at_once(engine, [prompts.next() for _ in range(num_together)], way)))
         began = time.perf_counter()
         for _ in range(num_together):
             asyncio.run(first_token_s(engine, prompts.next(), way))

@@ -28,10 +28,9 @@ from cachecraft_rag.vllm_connector.live_choice import (
     Choice,
     LiveChooser,
     LoadedRows,
-    PassEnded,
-    PassWatch,
 )
 from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ChunkRef, ControlMessage, RequestSpec
+from cachecraft_rag.vllm_connector.passes import PassEnded, PassWatch
 from cachecraft_rag.vllm_connector.recompute import take_runs
 from cachecraft_rag.vllm_connector.rotary import RotaryTable
 from cachecraft_rag.vllm_connector.scheduler_side import SchedulerSide

@@ -14,8 +14,8 @@ from cachecraft_rag.chunks import Span
 from cachecraft_rag.planner.selection import positions_of
 from cachecraft_rag.vllm_connector.compat import PassLimits
 from cachecraft_rag.vllm_connector.job_queue import JobQueue
-from cachecraft_rag.vllm_connector.live_choice import PassWatch, WantedPass
-from cachecraft_rag.vllm_connector.load_jobs import Allowance, PassPart, Work
+from cachecraft_rag.vllm_connector.load_jobs import Allowance, Work
+from cachecraft_rag.vllm_connector.passes import PassPart, PassWatch, WantedPass
 from cachecraft_rag.vllm_connector.steps import CaptureTarget, JobFacts, LoadJob
 
 NUM_LAYERS = 8

@@ -22,10 +22,9 @@ from cachecraft_rag.vllm_connector.load_jobs import (
     LOADED_PER_COMPUTED,
     Allowance,
     JobRunner,
-    PassPart,
-    WantedPass,
     take_loads,
 )
+from cachecraft_rag.vllm_connector.passes import PassPart, WantedPass
 from cachecraft_rag.vllm_connector.rotary import RotaryTable
 from cachecraft_rag.vllm_connector.steps import JobFacts, LoadJob
 
@@ -54,7 +53,9 @@ class Machine:
         monkeypatch.setattr(compat, "run_recompute_pass", self._run_pass)
 
     def _layer(self, index: int) -> KVLayer:
-        def write(layer: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slots: torch.Tensor) -> None:
+        def write(
+            layer: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slots: torch.Tensor
+        ) -> None:
             self.written[index].update(zip(slots.tolist(), key[:, 0, 0].tolist(), strict=True))
 
         attention = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=write), kv_cache=None)

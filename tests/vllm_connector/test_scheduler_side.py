@@ -187,6 +187,20 @@ def test_request_that_ends_while_it_loads_is_dropped_once(scheduler: Any) -> Non
     assert scheduler.control("stats")["result"]["num_aborted_in_load"] == 1
 
 
+def test_only_a_preempted_request_is_admitted_again(scheduler: Any) -> None:
+    """One that waited for its job joins the batch for the first time; its KV is loaded again once it has
+    lost its blocks."""
+    scheduler.store_chunk(chunk())
+    request = scheduler.request([chunk(start=12, prefix_hash="q")])
+    scheduler.schedule(request)
+    scheduler.side.take_facts(StepFacts(jobs={"r2": JobFacts(0.1, 0.2, 64)}))
+    scheduler.side.admit(request, 0)
+    scheduler.orders((request, 20))
+    assert scheduler.control("stats")["result"]["num_readmitted"] == 0
+    assert len(scheduler.schedule(request).jobs) == 1
+    assert scheduler.control("stats")["result"]["num_readmitted"] == 1
+
+
 def test_job_captures_what_it_computes(scheduler: Any) -> None:
     """A missing chunk before the loaded one is copied while the job computes it, over as many steps as
     that takes; only then is its record no longer awaited."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from cachecraft_rag.chunks import Span
 from cachecraft_rag.vllm_connector.compat import PassLimits
-from cachecraft_rag.vllm_connector.live_choice import WantedPass
-from cachecraft_rag.vllm_connector.load_jobs import Allowance, PassPart, Work
+from cachecraft_rag.vllm_connector.load_jobs import Allowance, Work
+from cachecraft_rag.vllm_connector.passes import PassPart, WantedPass
 from cachecraft_rag.vllm_connector.recompute import take_runs
 from cachecraft_rag.vllm_connector.steps import CaptureTarget, JobFacts, LoadJob
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from cachecraft_rag.chunks import Span
 from cachecraft_rag.planner.live import LiveMethod, LiveSelection
 from cachecraft_rag.planner.selection import positions_of
 from cachecraft_rag.vllm_connector.compat import KVLayer
+from cachecraft_rag.vllm_connector.passes import PassWatch, WantedPass
 from cachecraft_rag.vllm_connector.profile import LayerInputs, attention_received
 from cachecraft_rag.vllm_connector.recompute import merge_spans
 
@@ -29,53 +30,6 @@ DEVIATION_LAYER = 1
 MAX_PROBE_SHARE = 0.25
 """Of a budget, the most that `focus` spends on asking the question. What is left for repair matters more:
 at 5 % of a short prompt the question's pass took half, and answers were worse than by stored need alone."""
-
-
-class PassEnded(Exception):  # noqa: N818  (not an error: the pass has done its work)
-    """A pass has seen the layers it was run for."""
-
-
-@dataclass(slots=True, eq=False)
-class PassWatch:
-    """What is kept of a pass: rows of some layers, in the order of the pass's tokens.
-
-    Attributes:
-        layers: whose rows are kept.
-        stop_before: layer before whose KV is written the pass ends, None for a whole pass.
-    """
-
-    layers: frozenset[int]
-    stop_before: int | None = None
-    keys: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    values: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    queries: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-
-    def on_update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raises PassEnded where the pass is to end."""
-        if layer == self.stop_before:
-            raise PassEnded
-        if layer in self.layers:
-            # Copies: the model's buffers are used again by the layers above.
-            self.keys.setdefault(layer, []).append(key.clone())
-            self.values.setdefault(layer, []).append(value.clone())
-
-    def on_query(self, layer: int, query: torch.Tensor) -> None:
-        if layer in self.layers:
-            self.queries.setdefault(layer, []).append(query.clone())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WantedPass:
-    """Tokens that a job wants computed before it goes on.
-
-    Attributes:
-        watch: what it wants to see of them.
-        provisional: positions among them whose KV is computed once more afterwards.
-    """
-
-    runs: tuple[Span, ...]
-    watch: PassWatch | None = None
-    provisional: Span = field(default=Span(0, 0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,10 +22,8 @@ from cachecraft_rag.vllm_connector.live_choice import (
     Choice,
     LiveChooser,
     LoadedRows,
-    PassEnded,
-    PassWatch,
-    WantedPass,
 )
+from cachecraft_rag.vllm_connector.passes import PassEnded, PassPart, PassUnderWay, WantedPass
 from cachecraft_rag.vllm_connector.recompute import merge_spans
 from cachecraft_rag.vllm_connector.rotary import RotaryTable, turn_between
 from cachecraft_rag.vllm_connector.steps import JobFacts, LoadJob, slots_of
@@ -45,38 +43,6 @@ class Allowance:
 Work = Generator[WantedPass | None, None, JobFacts]
 """A load job under way. It yields the passes it needs run and is resumed when they have been; None where
 it waits for the allowance of the next step."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PassPart:
-    """One job's part of a pass."""
-
-    job: LoadJob
-    spans: tuple[Span, ...]
-    wanted: WantedPass
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PassUnderWay:
-    """What is to be seen of a pass while the layers compute it.
-
-    Attributes:
-        watches: rows of the pass, and who watches them.
-        final_slots: int64 (num_tokens,) in the paged cache; -1 for what is computed once more, which
-            must not be captured.
-    """
-
-    watches: tuple[tuple[slice, PassWatch], ...]
-    final_slots: torch.Tensor
-
-    def on_update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raises PassEnded where the pass is to end."""
-        for rows, watch in self.watches:
-            watch.on_update(layer, key[rows], value[rows])
-
-    def on_query(self, layer: int, query: torch.Tensor) -> None:
-        for rows, watch in self.watches:
-            watch.on_query(layer, query[rows])
 
 
 @dataclass(slots=True, eq=False)

@@ -44,6 +44,7 @@ class RequestState:
         num_stored_tokens: tokens of the reserved records.
         pending: captures whose last token is not computed yet.
         ran_job: whether the plan was executed, as opposed to covered by vLLM's prefix cache.
+        awaits_run: whether its next admission is that to the batch, after its job.
         is_loading: whether the workers have a job of this request that they have not answered yet.
         search: what is awaited from the cold tiers; planned once it is None.
         tiers: cold tier that a record was read from for this request; host memory where there is none.
@@ -62,6 +63,7 @@ class RequestState:
     is_admitted: bool = False
     ran_job: bool = False
     is_loading: bool = False
+    awaits_run: bool = False
     reserved: list[int] = field(default_factory=list)
     unstored: dict[int, Reason] = field(default_factory=dict)
     scratch: list[int] = field(default_factory=list)

@@ -145,8 +145,11 @@ class SchedulerSide:
         state = self._states.get(request.request_id)
         if state is None:
             return
+        if not num_promised_tokens and state.awaits_run:
+            state.awaits_run = False
+            return
         if num_promised_tokens:
-            state.ran_job = state.is_loading = True
+            state.ran_job = state.is_loading = state.awaits_run = True
             self._count_job(state)
         if state.is_admitted:
             self._counters["num_readmitted"] += 1
