@@ -20,7 +20,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "full prefill": {"reuse": "off", "store": False},
     "reuse, 0 %": {"reuse": "naive"},
     "reuse, 15 %": {"reuse": "cachecraft", "recompute_ratio": 0.15},
-    "reuse, 15 %, runs of 16": {"reuse": "cachecraft", "recompute_ratio": 0.15, "granularity": 16},
     "focus, 15 %": {"reuse": "focus", "recompute_ratio": 0.15},
 }
 
@@ -191,14 +190,18 @@ def main() -> None:
         fill_store(engine, chunks)
         prompts = Prompts(chunks)
         asyncio.run(first_token_s(engine, prompts.next(), "reuse, 15 %"))  # warms up
-        rows = list(measure_pieces(engine, prompts, args.repeats))
+        rows = []
+        for row in measure_pieces(engine, prompts, args.repeats):
+            console.print(row)
+            rows.append(row)
     with open_engine(args, WHOLE_STEP_TOKENS) as engine:
         fill_store(engine, chunks)
         for index, row in enumerate(rows):
             if row.way == "full prefill":
                 continue
             whole = measure_whole(engine, prompts, args.repeats, args.together, row.way)
-            rows[index] = Row(**{**asdict(row), **whole})
+            rows[index] = replace(row, **whole)
+            console.print(rows[index])
     console.print(f"{args.step_tokens} tokens a step, {args.context} tokens of context, {machine()}")
     show(rows, console)
     if args.json:
