@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +23,16 @@ from cachecraft_rag.vllm_connector.live_choice import (
     LiveChooser,
     LoadedRows,
 )
-from cachecraft_rag.vllm_connector.passes import PassEnded, PassPart, PassUnderWay, WantedPass
+from cachecraft_rag.vllm_connector.passes import (
+    PassEnded,
+    PassPart,
+    PassUnderWay,
+    PassWatch,
+    WantedPass,
+)
 from cachecraft_rag.vllm_connector.recompute import merge_spans
 from cachecraft_rag.vllm_connector.rotary import RotaryTable, turn_between
-from cachecraft_rag.vllm_connector.steps import JobFacts, LoadJob, slots_of
+from cachecraft_rag.vllm_connector.steps import JobFacts, LoadJob, slots_at, slots_of
 
 LOADED_PER_COMPUTED = 32
 """Tokens that are loaded in the time in which one is computed, on the cautious side: a step that loads
@@ -102,31 +108,17 @@ class JobRunner:
 
     def run_pass(self, parts: Sequence[PassPart]) -> None:
         """Compute parts of several jobs, all watched to the same layer, in one forward."""
-        runs = [span for part in parts for span in part.spans]
-        num_blocks = max(len(part.job.block_ids) for part in parts)
-        table = np.zeros((len(runs), num_blocks), dtype=np.int32)
-        token_ids, slots, final_slots = [], [], []
-        watches = []
-        row = run = 0
-        for part in parts:
-            positions = positions_of(part.spans)
-            table[run : run + len(part.spans), : len(part.job.block_ids)] = part.job.block_ids
-            run += len(part.spans)
-            own = part.job.block_ids[positions // self.block_size].astype(np.int64)
-            own = own * self.block_size + positions % self.block_size
-            provisional = part.wanted.provisional
-            is_final = (positions < provisional.start) | (positions >= provisional.end)
-            token_ids.append(part.job.token_ids[positions])
-            slots.append(own)
-            final_slots.append(np.where(is_final, own, -1))
-            if part.wanted.watch is not None:
-                watches.append((slice(row, row + len(positions)), part.wanted.watch))
-            row += len(positions)
-        self.under_way = PassUnderWay(tuple(watches), torch.from_numpy(np.concatenate(final_slots)))
+        slots = [slots_at(part.job.block_ids, self.block_size, part.positions) for part in parts]
+        final_slots = [np.where(part.is_final, own, -1) for part, own in zip(parts, slots, strict=True)]
+        self.under_way = PassUnderWay(tuple(_watches(parts)), torch.from_numpy(np.concatenate(final_slots)))
         try:
             with suppress(PassEnded):
                 compat.run_recompute_pass(
-                    self.runner, runs, np.concatenate(token_ids), table, np.concatenate(slots)
+                    self.runner,
+                    [span for part in parts for span in part.spans],
+                    np.concatenate([part.job.token_ids[part.positions] for part in parts]),
+                    _block_table(parts),
+                    np.concatenate(slots),
                 )
         finally:
             self.under_way = None
@@ -189,6 +181,22 @@ def layers_to_probe(layers: Sequence[compat.KVLayer]) -> frozenset[int]:
     later = range(len(layers) // 2, len(layers))
     whole = frozenset(index for index in later if layers[index].sliding_window is None)
     return whole or frozenset(later)
+
+
+def _block_table(parts: Sequence[PassPart]) -> np.ndarray:
+    """int32 (num_runs, num_blocks): for each run the blocks of its request, padded."""
+    num_blocks = max(len(part.job.block_ids) for part in parts)
+    tables = [np.pad(part.job.block_ids, (0, num_blocks - len(part.job.block_ids))) for part in parts]
+    return np.repeat(tables, [len(part.spans) for part in parts], axis=0)
+
+
+def _watches(parts: Sequence[PassPart]) -> Iterator[tuple[slice, PassWatch]]:
+    row = 0
+    for part in parts:
+        num_tokens = len(part.positions)
+        if part.wanted.watch is not None:
+            yield slice(row, row + num_tokens), part.wanted.watch
+        row += num_tokens
 
 
 def take_loads(loads: Sequence[Load], num_tokens: int) -> tuple[list[Load], list[Load]]:

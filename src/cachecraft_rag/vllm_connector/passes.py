@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from cachecraft_rag.chunks import Span
+from cachecraft_rag.planner.selection import positions_of
 from cachecraft_rag.vllm_connector.steps import LoadJob
 
 
@@ -59,11 +61,26 @@ class WantedPass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassPart:
-    """One job's part of a pass."""
+    """One job's part of a pass.
+
+    Attributes:
+        positions: int64 (num_tokens,), ascending, those of `spans`.
+    """
 
     job: LoadJob
     spans: tuple[Span, ...]
     wanted: WantedPass
+    positions: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "positions", positions_of(self.spans))
+
+    @property
+    def is_final(self) -> np.ndarray:
+        """bool (num_tokens,): false for tokens whose KV is computed once more afterwards."""
+        once_more = self.wanted.provisional
+        is_final: np.ndarray = (self.positions < once_more.start) | (self.positions >= once_more.end)
+        return is_final
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -259,5 +259,12 @@ def _average(
 
 def slots_of(block_ids: np.ndarray, block_size: int, span: Span) -> np.ndarray:
     """int64 slots of the paged cache for the positions of `span`."""
-    positions = np.arange(span.start, span.end, dtype=np.int64)
-    return block_ids[positions // block_size].astype(np.int64) * block_size + positions % block_size
+    return slots_at(block_ids, block_size, np.arange(span.start, span.end, dtype=np.int64))
+
+
+def slots_at(block_ids: np.ndarray, block_size: int, positions: np.ndarray) -> np.ndarray:
+    """int64 slots of the paged cache for int64 positions."""
+    slots: np.ndarray = (
+        block_ids[positions // block_size].astype(np.int64) * block_size + positions % block_size
+    )
+    return slots
