@@ -92,7 +92,8 @@ def test_every_job_gets_its_passes_in_order_within_the_allowance(
         allowance = allowances[len(passes.run) % len(allowances)]
         computed = passes.step(allowance)
         answered, failed = passes.queue.take_answered()
-        assert computed <= allowance and (computed == allowance or ended | answered == names)
+        assert computed <= allowance
+        assert computed >= 0.8 * allowance - 1 or ended | answered == names
         assert not failed and not answered & ended
         ended |= answered
     for index, of_job in enumerate(lengths):
@@ -170,6 +171,15 @@ def test_pass_that_ends_early_is_on_its_own_and_costs_its_layers() -> None:
     passes.step(10)
     assert [sorted(each) for each in passes.run] == [["a", "c"], ["a", "b"]]
     assert [sum(map(len, each.values())) for each in passes.run] == [24, 4]
+
+
+def test_scattered_tokens_cost_more_than_a_run() -> None:
+    """Each reads all keys before it for itself."""
+    scattered, run = Passes(), Passes()
+    scattered.add("a", whole(*(Span(2 * i, 2 * i + 1) for i in range(50))))
+    run.add("a", whole(Span(0, 50)))
+    assert scattered.step(40) == 32
+    assert run.step(40) == 40
 
 
 def test_time_of_a_shared_pass_is_divided_by_tokens() -> None:
