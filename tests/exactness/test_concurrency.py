@@ -23,8 +23,7 @@ def test_requests_in_flight_give_what_each_gives_alone(
     assert result["moved_chunks"] >= 60
     assert result["preemptions"] >= 20
     assert result["aborts_in_load"] >= 20
-    # vLLM's own hits that were still to be computed in the same step, after our pass.
-    assert result["unready_blocks"] > 0
     assert result["leaks"] == {"num_pinned": 0, "num_reserved": 0, "num_running": 0}
+    assert result["lost_blocks"] == 0
     assert result["check"] == []
     assert result["worker_records"] == result["num_records"]

@@ -28,11 +28,10 @@ from cachecraft_rag.vllm_connector.live_choice import (
     Choice,
     LiveChooser,
     LoadedRows,
-    PassEnded,
-    PassWatch,
 )
 from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ChunkRef, ControlMessage, RequestSpec
-from cachecraft_rag.vllm_connector.recompute import cut_runs
+from cachecraft_rag.vllm_connector.passes import PassEnded, PassWatch
+from cachecraft_rag.vllm_connector.recompute import take_runs
 from cachecraft_rag.vllm_connector.rotary import RotaryTable
 from cachecraft_rag.vllm_connector.scheduler_side import SchedulerSide
 from cachecraft_rag.vllm_connector.steps import JobFacts, StepFacts, StepOrders
@@ -40,6 +39,7 @@ from cachecraft_rag.vllm_connector.steps import JobFacts, StepFacts, StepOrders
 BLOCK = 4
 NUM_TOKENS = 40
 NUM_BLOCKS = NUM_TOKENS // BLOCK
+STEP_TOKENS = 64
 TENANT = "t"
 
 HEAD_SIZE = 8
@@ -64,10 +64,18 @@ class Scheduler:
             cold, self.store, 1, 1.0, orphans, lambda: 0.0, lambda _: executor or ThreadPoolExecutor(1)
         )
         self.side = SchedulerSide(
-            self.store, block_size=BLOCK, bytes_per_token=8, min_chunk_tokens=2, num_ranks=1, cold=self.cold
+            self.store,
+            block_size=BLOCK,
+            max_step_tokens=STEP_TOKENS,
+            bytes_per_token=8,
+            min_chunk_tokens=2,
+            num_ranks=1,
+            cold=self.cold,
         )
         self.evicted: set[int] = set()
-        self.side.bind_block_pool(SimpleNamespace(evict_blocks=self.evicted.update))
+        self.side.bind_block_pool(
+            SimpleNamespace(evict_blocks=self.evicted.update, get_num_free_blocks=lambda: 0)
+        )
         self.num_requests = 0
 
     def request(self, chunks: Sequence[ChunkRef], **options: Any) -> Any:
@@ -86,22 +94,23 @@ class Scheduler:
         )
 
     def schedule(self, request: Any, local: int = 0) -> StepOrders:
-        """Look up, admit, and run the rest of the prompt in one step."""
+        """Look up and admit: the request waits for what it was promised, or runs in this step."""
         promised = self.side.look_up(request, local)
         self.side.admit(request, promised)
-        return self.orders((request, local + promised))
+        return self.orders() if promised else self.orders((request, local))
 
     def orders(self, *running: tuple[Any, int]) -> StepOrders:
         """Orders of a step in which each request runs from a position to its end."""
-        blocks = {request.request_id: list(range(self.num_blocks)) for request, _ in running}
+        num_scheduled = {r.request_id: self.num_tokens - start for r, start in running}
         new = [SimpleNamespace(req_id=r.request_id, num_computed_tokens=start) for r, start in running]
         return self.side.build_orders(
             SimpleNamespace(
-                num_scheduled_tokens={r.request_id: self.num_tokens - start for r, start in running},
+                num_scheduled_tokens=num_scheduled,
+                total_num_scheduled_tokens=sum(num_scheduled.values()),
                 scheduled_new_reqs=new,
                 scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
                 kv_connector_block_state=SimpleNamespace(
-                    resolve_block_ids=lambda request_id: (blocks[request_id],)
+                    resolve_block_ids=lambda request_id: (list(range(self.num_blocks)),)
                 ),
             )
         )
@@ -241,7 +250,9 @@ class NoiseModel:
     def run_pass(self, runs: Sequence[Span], watch: PassWatch) -> None:
         """In pieces, and with buffers that the next layer overwrites, as a runner does it."""
         self.passes.append(tuple(runs))
-        for piece in cut_runs(runs, PASS_TOKENS, 2):
+        left: Sequence[Span] = runs
+        while left:
+            piece, left = take_runs(left, PASS_TOKENS, 2)
             rows = torch.from_numpy(positions_of(piece))
             buffers = [tensor[0, rows].clone() for tensor in (self.keys, self.values, self.queries)]
             with suppress(PassEnded):
@@ -279,12 +290,19 @@ class NoiseModel:
         chooser = LiveChooser(
             [self.layer] * self.num_layers,
             frozenset(probe_layers),
-            self.run_pass,
             on_all_ranks,
             lambda index: None if lead_keys is None else lead_keys[index],
         )
         kept = [1] if live.method is LiveMethod.DEVIATION else probe_layers
-        return chooser.choose(live, self.loaded_rows(kept), runs, probe)
+        choosing = chooser.choose(live, self.loaded_rows(kept), runs, probe)
+        try:
+            while True:
+                wanted = next(choosing)
+                assert wanted.watch is not None
+                self.run_pass(wanted.runs, wanted.watch)
+        except StopIteration as ended:
+            choice: Choice = ended.value
+            return choice
 
     def selection(self, method: LiveMethod, num_tokens: int, need_at: Sequence[int] = ()) -> LiveSelection:
         """Both candidates; stored need at the given positions, none elsewhere."""

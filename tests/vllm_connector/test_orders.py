@@ -16,8 +16,8 @@ from cachecraft_rag.events import ChunkDecision, Reason
 from cachecraft_rag.planner.live import Candidate, LiveMethod, LiveSelection
 from cachecraft_rag.planner.plan import ChunkPlan, Load, ReusePlan
 from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
-from cachecraft_rag.vllm_connector.orders import MAX_PROBE_TOKENS, make_job
-from cachecraft_rag.vllm_connector.request_state import RequestState
+from cachecraft_rag.vllm_connector.orders import make_job, work_tokens
+from cachecraft_rag.vllm_connector.request_state import MAX_PROBE_TOKENS, RequestState
 from cachecraft_rag.vllm_connector.steps import LoadJob
 
 BLOCK = 16
@@ -48,20 +48,31 @@ def make_state(num_question_tokens: int, method: LiveMethod | None, local: int =
 def job_of(state: RequestState, num_allocated: int | None = None) -> LoadJob:
     """The job of a request for which blocks of `num_allocated` tokens were allocated, or of all."""
     num_tokens = state.num_prompt_tokens if num_allocated is None else num_allocated
-    return make_job(state, list(range(100, 100 + -(-num_tokens // BLOCK))), BLOCK, [])
+    return make_job(state, list(range(100, 100 + -(-num_tokens // BLOCK))), BLOCK)
 
 
 @pytest.mark.parametrize("method", QUESTION_METHODS)
-@given(num_question=st.integers(1, 300), num_allocated=st.integers(CONTEXT_END, 400))
+@given(num_question=st.integers(1, 300), num_more=st.integers(0, 100))
 def test_probe_is_the_question_as_far_as_it_has_blocks(
-    method: LiveMethod, num_question: int, num_allocated: int
+    method: LiveMethod, num_question: int, num_more: int
 ) -> None:
-    """It begins behind the context and ends with the prompt, the blocks or the limit."""
+    """It begins behind the context and ends with the prompt, the blocks or the limit; what was promised of
+    it is computed at the end, and the last token of the prompt is never promised."""
     state = make_state(num_question, method)
-    job = job_of(state, num_allocated)
-    num_slots = -(-num_allocated // BLOCK) * BLOCK
+    promised_end = state.num_local_tokens + state.num_promised_tokens
+    job = job_of(state, promised_end + num_more)
+    num_slots = -(-(promised_end + num_more) // BLOCK) * BLOCK
     end = min(CONTEXT_END + num_question, num_slots, CONTEXT_END + MAX_PROBE_TOKENS)
     assert job.probe == Span(CONTEXT_END, end)
+    assert job.tail == Span(CONTEXT_END, min(CONTEXT_END + num_question - 1, CONTEXT_END + MAX_PROBE_TOKENS))
+
+
+@pytest.mark.parametrize("method", [*LiveMethod, None])
+def test_promise_without_blocks_is_an_internal_error(method: LiveMethod | None) -> None:
+    """A job must never write where the request has no block."""
+    state = make_state(50, method)
+    with pytest.raises(InternalError, match=f"promised {state.promised_end} tokens, but its blocks hold"):
+        job_of(state, state.promised_end - BLOCK)
 
 
 @pytest.mark.parametrize("method", [*LiveMethod, None])
@@ -101,10 +112,9 @@ def test_job_without_a_live_selection_has_none() -> None:
 
 
 def test_local_hit_shortens_loads_and_runs() -> None:
-    """The rest of a chunk is loaded from the middle of its record; unready stretches are added."""
-    state = make_state(20, LiveMethod.QUESTION, local=32)
-    job = make_job(state, list(range(5)), BLOCK, [Span(16, 32)])
-    assert (job.start, job.recompute) == (32, (Span(16, 32),))
+    """The rest of a chunk is loaded from the middle of its record."""
+    job = job_of(make_state(20, LiveMethod.QUESTION, local=32))
+    assert (job.start, job.recompute) == (32, ())
     assert job.loads == (Load(0, Span(32, 40), 22), Load(1, Span(40, 60)))
 
 
@@ -127,3 +137,12 @@ def test_promise_without_a_plan_is_an_internal_error() -> None:
     state.plan = None
     with pytest.raises(InternalError, match="vllm-r was promised KV without a plan"):
         job_of(state)
+
+
+@given(max_step=st.integers(1, 8192), share=st.floats(0, 1))
+def test_jobs_get_what_the_forward_leaves_and_never_nothing(max_step: int, share: float) -> None:
+    """All of a step without a forward; at least a fourth of one whose forward takes everything."""
+    num_scheduled = int(share * max_step)
+    num_tokens = work_tokens(max_step, num_scheduled)
+    assert num_tokens >= max(1, max_step - num_scheduled, max_step // 4)
+    assert num_tokens + num_scheduled <= 1.25 * max_step + 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cachecraft_rag.chunks import Span
-from cachecraft_rag.vllm_connector.recompute import cut_runs, merge_spans
+from cachecraft_rag.vllm_connector.recompute import merge_spans, take_runs
 
 
 @st.composite
@@ -36,24 +37,27 @@ def assert_within_limits(piece: list[Span], max_tokens: int, max_sequences: int)
 
 @given(ascending_runs(), st.integers(1, 40), st.integers(1, 6))
 def test_pieces_cover_the_runs_in_order(runs: list[Span], max_tokens: int, max_sequences: int) -> None:
-    """All tokens come once, in position order, in pieces that keep both limits."""
-    pieces = list(cut_runs(runs, max_tokens, max_sequences))
-    assert positions_of([span for piece in pieces for span in piece]) == positions_of(runs)
-    for piece in pieces:
-        assert_within_limits(piece, max_tokens, max_sequences)
+    """Taken until nothing is left, all tokens come once, in position order, within both limits."""
+    pieces: list[Span] = []
+    left: Sequence[Span] = runs
+    while left:
+        piece, left = take_runs(left, max_tokens, max_sequences)
+        assert_within_limits(list(piece), max_tokens, max_sequences)
+        pieces += piece
+    assert positions_of(pieces) == positions_of(runs)
 
 
 @given(ascending_runs(), st.integers(1, 40), st.integers(1, 6))
-def test_a_piece_ends_only_where_it_is_full(runs: list[Span], max_tokens: int, max_sequences: int) -> None:
-    """No piece but the last has room left: each piece is a forward of its own."""
-    for piece in list(cut_runs(runs, max_tokens, max_sequences))[:-1]:
-        assert sum(map(len, piece)) == max_tokens or len(piece) == max_sequences
+def test_no_more_is_left_than_must_be(runs: list[Span], max_tokens: int, max_sequences: int) -> None:
+    """Where anything is left, the piece is full: each piece is a forward of its own."""
+    piece, left = take_runs(runs, max_tokens, max_sequences)
+    assert not left or sum(map(len, piece)) == max_tokens or len(piece) == max_sequences
 
 
 def test_a_long_run_is_cut_where_the_piece_is_full() -> None:
-    """The rest of a run that does not fit opens the next piece."""
-    pieces = list(cut_runs([Span(0, 3), Span(5, 12)], max_tokens=4, max_sequences=8))
-    assert pieces == [[Span(0, 3), Span(5, 6)], [Span(6, 10)], [Span(10, 12)]]
+    """The rest of a run that does not fit is left for the next piece."""
+    assert take_runs([Span(0, 3), Span(5, 12)], 4, 8) == ((Span(0, 3), Span(5, 6)), (Span(6, 12),))
+    assert take_runs([Span(0, 3), Span(5, 12)], 0, 8) == ((), (Span(0, 3), Span(5, 12)))
 
 
 @given(st.lists(spans, max_size=12))

@@ -37,7 +37,7 @@ def test_computed_chunk_is_opened_captured_and_found(scheduler: Any) -> None:
     assert_found(scheduler, True)
     moved = scheduler.request([chunk(start=12, prefix_hash="q")])
     assert scheduler.side.look_up(moved, 0) == 20
-    (job,) = (scheduler.side.admit(moved, 20), scheduler.orders((moved, 20)))[1].jobs
+    (job,) = (scheduler.side.admit(moved, 20), scheduler.orders())[1].jobs
     assert [load.span for load in job.loads] == [Span(12, 20)]
     assert job.recompute == (Span(0, 12),)
 
@@ -138,19 +138,8 @@ def test_request_that_stores_nothing_leaves_no_block(scheduler: Any) -> None:
     assert scheduler.evicted == {3, 5}
 
 
-def test_hit_that_is_computed_in_this_step_is_computed_here_too(scheduler: Any) -> None:
-    """vLLM's own hit on blocks that the coming forward still has to write is not trusted."""
-    scheduler.store_chunk(chunk())
-    request, other = scheduler.request([chunk(start=12, prefix_hash="q")]), scheduler.request([])
-    scheduler.side.look_up(other, 0)
-    scheduler.side.admit(other, 0)
-    scheduler.side.admit(request, scheduler.side.look_up(request, 8))
-    (job,) = scheduler.orders((other, 0), (request, 20)).jobs
-    assert (job.start, job.recompute) == (8, (Span(0, 12),))
-
-
-def test_nothing_stays_pinned_or_reserved(scheduler: Any) -> None:
-    """An aborted request gives back its pins, and in the end the record that nobody filled."""
+def test_abort_while_loading_gives_everything_back(scheduler: Any) -> None:
+    """Its pins, and at once the record that its job has not filled."""
     scheduler.store_chunk(chunk())
     other = ChunkRef(Span(20, 28), ChunkKey("other"), "o")
     request = scheduler.request([chunk(start=6, prefix_hash="q"), other])
@@ -158,20 +147,83 @@ def test_nothing_stays_pinned_or_reserved(scheduler: Any) -> None:
     request.status.name = "FINISHED_ABORTED"
     scheduler.side.finish(request, [])
     stats = scheduler.control("stats")["result"]
-    assert (stats["num_pinned"], stats["num_reserved"], stats["num_running"]) == (0, 1, 0)
+    assert (stats["num_pinned"], stats["num_reserved"], stats["num_running"]) == (0, 0, 0)
     assert stats["num_aborted_in_load"] == 1
+
+
+def test_record_that_nobody_fills_is_given_up(scheduler: Any) -> None:
+    """Its tokens were scheduled, so it is waited for, but not for ever."""
+    request = scheduler.request([chunk()])
+    scheduler.schedule(request)
+    scheduler.side.finish(request, [])
+    assert scheduler.control("stats")["result"]["num_reserved"] == 1
     for _ in range(ABANDON_AFTER_STEPS):
         scheduler.orders()
     assert scheduler.control("stats")["result"]["num_reserved"] == 0
 
 
-def test_request_that_ended_before_the_step_gets_no_job(scheduler: Any) -> None:
-    """Nothing is ordered for it, and the step goes on."""
+def test_request_that_ended_before_the_step_is_answered_without_a_job(scheduler: Any) -> None:
+    """vLLM keeps its blocks until the workers answer, so they are told to."""
     scheduler.store_chunk(chunk())
     request = scheduler.request([chunk(start=12, prefix_hash="q")])
     scheduler.side.admit(request, scheduler.side.look_up(request, 0))
     scheduler.side.finish(request, [])
-    assert scheduler.orders().jobs == ()
+    orders = scheduler.orders()
+    assert (orders.jobs, orders.failed) == ((), (request.request_id,))
+
+
+def test_request_that_ends_while_it_loads_is_dropped_once(scheduler: Any) -> None:
+    """Its workers are told in the next step; one whose job was answered has nothing left to drop."""
+    scheduler.store_chunk(chunk())
+    loading, loaded = (scheduler.request([chunk(start=12, prefix_hash=name)]) for name in "ab")
+    for request in (loading, loaded):
+        scheduler.schedule(request)
+    scheduler.side.take_facts(StepFacts(jobs={"r3": JobFacts(0.1, 0.2, 64)}))
+    for request in (loading, loaded):
+        request.status.name = "FINISHED_ABORTED"
+        scheduler.side.finish(request, [])
+    assert scheduler.orders().dropped == (loading.request_id,)
+    assert scheduler.orders().dropped == ()
+    assert scheduler.control("stats")["result"]["num_aborted_in_load"] == 1
+
+
+def test_only_a_preempted_request_is_admitted_again(scheduler: Any) -> None:
+    """One that waited for its job joins the batch for the first time; its KV is loaded again once it has
+    lost its blocks."""
+    scheduler.store_chunk(chunk())
+    request = scheduler.request([chunk(start=12, prefix_hash="q")])
+    scheduler.schedule(request)
+    scheduler.side.take_facts(StepFacts(jobs={"r2": JobFacts(0.1, 0.2, 64)}))
+    scheduler.side.admit(request, 0)
+    scheduler.orders((request, 20))
+    assert scheduler.control("stats")["result"]["num_readmitted"] == 0
+    assert len(scheduler.schedule(request).jobs) == 1
+    assert scheduler.control("stats")["result"]["num_readmitted"] == 1
+
+
+def test_job_captures_what_it_computes(scheduler: Any) -> None:
+    """A missing chunk before the loaded one is copied while the job computes it, over as many steps as
+    that takes; only then is its record no longer awaited."""
+    scheduler.store_chunk(chunk())
+    other = ChunkRef(Span(4, 10), ChunkKey("other"), "o")
+    request = scheduler.request([other, chunk(start=12, prefix_hash="q")])
+    orders = scheduler.schedule(request)
+    (job,), (record,) = orders.jobs, orders.new_records
+    assert orders.captures == ()
+    slots = {target.sink: target.slots.tolist() for target in job.captures}
+    assert slots[record.record_id] == list(range(4, 10))
+    scheduler.side.take_facts(StepFacts(jobs={"r2": JobFacts(0.1, 0.2, 64)}))
+    scheduler.fill(orders)
+    assert scheduler.orders((request, 20)).captures == ()
+    scheduler.side.finish(request, [])
+    assert scheduler.store.variants(TENANT, ChunkKey("other"))
+
+
+def test_jobs_share_the_step_with_its_forward(scheduler: Any) -> None:
+    """What the forward computes is taken off what the workers may compute for jobs."""
+    assert scheduler.orders().num_work_tokens == 64
+    request = scheduler.request([])
+    assert scheduler.schedule(request).num_work_tokens == 64 - 40
 
 
 MISSING = ChunkRef(Span(24, 32), ChunkKey("missing"), "m")

@@ -346,19 +346,19 @@ def run_recompute_pass(
     runner: Any,
     runs: Sequence[Span],
     token_ids: np.ndarray,
-    block_ids: np.ndarray,
+    block_table: np.ndarray,
     slots: np.ndarray,
 ) -> None:
-    """Compute the tokens of `runs` in one forward and write their KV.
+    """Compute the tokens of `runs`, of one request or several, in one forward and write their KV.
 
-    Each run [a, b) is one pseudo-sequence of the batch: query length b - a, sequence length b, the
-    request's own block table. The causal mask then is right by construction, and every layer
-    writes its fresh KV before it attends.
+    Each run [a, b) is one pseudo-sequence of the batch: query length b - a, sequence length b, its
+    request's block table. The causal mask then is right by construction, and every layer writes its
+    fresh KV before it attends.
 
     Args:
-        runs: ascending, disjoint, non-empty positions to compute.
+        runs: non-empty positions to compute, of each request ascending and disjoint.
         token_ids: int32 (num_tokens,), the tokens of the runs one after the other.
-        block_ids: int32 (num_blocks,), the request's block table.
+        block_table: int32 (num_runs, num_blocks), for each run its request's, padded.
         slots: int64 (num_tokens,), where their KV goes.
     """
     import numpy as np
@@ -392,7 +392,7 @@ def run_recompute_pass(
         num_actual_tokens=num_tokens,
         max_query_len=int(lengths.max()),
         max_seq_len=int(ends.max()),
-        block_table_tensor=to_device(block_ids, torch.int32).expand(len(runs), -1).contiguous(),
+        block_table_tensor=to_device(block_table, torch.int32),
         slot_mapping=slot_mapping,
         causal=True,
         positions=position_ids,

@@ -2,7 +2,12 @@
 
 An exception in any of these hooks would kill the engine, so each is caught here, logged, and turned
 into the answer that means "no reuse". The hooks that carry a promise do not lose it: see
-`SchedulerSide.build_orders` and `WorkerSide.run_jobs`.
+`SchedulerSide.build_orders` and `JobQueue.run`.
+
+All loads are asynchronous: a request that is promised KV keeps its blocks and waits, outside of the
+batch, until `get_transfer_results` names it. In steps without a synchronous load vLLM calls
+`start_load_kv` behind the forward, or without one if nothing else is scheduled. So blocks that vLLM
+counts as its own hit, but computes in this very step, are ready when a job attends to them.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 
@@ -91,6 +97,7 @@ class CacheCraftConnector(KVConnectorBase_V1):
             self.scheduler_side = SchedulerSide(
                 store,
                 block_size=block_size,
+                max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 bytes_per_token=compat.kv_bytes_per_token(vllm_config, kv_cache_config),
                 min_chunk_tokens=extra["min_chunk_tokens"],
                 num_ranks=num_ranks,
@@ -128,7 +135,8 @@ class CacheCraftConnector(KVConnectorBase_V1):
 
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduler.look_up(request, num_computed_tokens), False
+        promised = self._scheduler.look_up(request, num_computed_tokens)
+        return promised, bool(promised)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         try:
@@ -174,8 +182,11 @@ class CacheCraftConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         return None
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_failed_blocks()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        answered, failed = self._worker.take_answered()
+        return KVConnectorTransferResults(
+            finished_sending=set(), finished_recving=answered, failed_recving=failed
+        )
 
     @guarded(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

@@ -7,8 +7,8 @@ computes what has to be computed anyway, and the early layers stay fresh.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from cachecraft_rag.chunks import Span
 from cachecraft_rag.planner.live import LiveMethod, LiveSelection
 from cachecraft_rag.planner.selection import positions_of
 from cachecraft_rag.vllm_connector.compat import KVLayer
+from cachecraft_rag.vllm_connector.passes import PassWatch, WantedPass
 from cachecraft_rag.vllm_connector.profile import LayerInputs, attention_received
 from cachecraft_rag.vllm_connector.recompute import merge_spans
 
@@ -29,39 +30,6 @@ DEVIATION_LAYER = 1
 MAX_PROBE_SHARE = 0.25
 """Of a budget, the most that `focus` spends on asking the question. What is left for repair matters more:
 at 5 % of a short prompt the question's pass took half, and answers were worse than by stored need alone."""
-
-
-class PassEnded(Exception):  # noqa: N818  (not an error: the pass has done its work)
-    """A pass has seen the layers it was run for."""
-
-
-@dataclass(slots=True, eq=False)
-class PassWatch:
-    """What is kept of a pass: rows of some layers, in the order of the pass's tokens.
-
-    Attributes:
-        layers: whose rows are kept.
-        stop_before: layer before whose KV is written the pass ends, None for a whole pass.
-    """
-
-    layers: frozenset[int]
-    stop_before: int | None = None
-    keys: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    values: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    queries: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-
-    def on_update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raises PassEnded where the pass is to end."""
-        if layer == self.stop_before:
-            raise PassEnded
-        if layer in self.layers:
-            # Copies: the model's buffers are used again by the layers above.
-            self.keys.setdefault(layer, []).append(key.clone())
-            self.values.setdefault(layer, []).append(value.clone())
-
-    def on_query(self, layer: int, query: torch.Tensor) -> None:
-        if layer in self.layers:
-            self.queries.setdefault(layer, []).append(query.clone())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +45,12 @@ class LoadedRows:
     keys: dict[int, torch.Tensor]
     values: dict[int, torch.Tensor]
 
+    def add(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """The next rows of one layer."""
+        known = layer in self.keys
+        self.keys[layer] = torch.cat([self.keys[layer], key]) if known else key
+        self.values[layer] = torch.cat([self.values[layer], value]) if known else value
+
     def rows_of(self, spans: Sequence[Span]) -> np.ndarray:
         return np.searchsorted(self.positions, positions_of(spans))
 
@@ -90,7 +64,8 @@ class Choice:
     num_probe_tokens: int = 0
 
 
-RunPass = Callable[[Sequence[Span], PassWatch], None]
+Choosing = Generator[WantedPass, None, Choice]
+"""Yields the passes that it needs run, and is resumed when they have been; then gives the choice."""
 SumOverRanks = Callable[[np.ndarray | None, int], np.ndarray | None]
 
 
@@ -100,30 +75,30 @@ class LiveChooser:
 
     Attributes:
         probe_layers: layers on which the question's attention is read.
-        run_pass: computes spans of the job's prompt under a watch.
         sum_over_ranks: adds up what each rank measured on its own heads; (None, n) if it could not.
         lead_keys: keys of the text before the first chunk by layer, from position 0 on; None if unknown.
     """
 
     layers: Sequence[KVLayer]
     probe_layers: frozenset[int]
-    run_pass: RunPass
     sum_over_ranks: SumOverRanks
     lead_keys: Callable[[int], torch.Tensor | None]
 
-    def choose(self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...], probe: Span) -> Choice:
+    def choose(
+        self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...], probe: Span
+    ) -> Choosing:
         """Choose within the budget, the cost of measuring taken off first.
 
         Args:
             runs: what has to be computed anyway.
         """
         if live.method is LiveMethod.DEVIATION:
-            return self._by_deviation(live, loaded, runs)
-        return self._by_question(live, loaded, runs, probe)
+            return (yield from self._by_deviation(live, loaded, runs))
+        return (yield from self._by_question(live, loaded, runs, probe))
 
     def _by_question(
         self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...], probe: Span
-    ) -> Choice:
+    ) -> Choosing:
         is_dear = not probe or len(probe) > MAX_PROBE_SHARE * live.num_tokens
         if live.method is LiveMethod.FOCUS and is_dear:
             chosen = live.choose(None, live.num_tokens)
@@ -133,20 +108,19 @@ class LiveChooser:
             return Choice((), runs)
         watch = PassWatch(self.probe_layers)
         first = merge_spans([*runs, probe])
-        self.run_pass(first, watch)
+        yield WantedPass(first, watch, probe)
         measured = self._measure(live, lambda: self._attention(live, loaded, first, len(probe), watch))
         chosen = live.choose(measured, budget)
         return Choice(chosen, chosen, len(probe))
 
-    def _by_deviation(self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...]) -> Choice:
+    def _by_deviation(self, live: LiveSelection, loaded: LoadedRows, runs: tuple[Span, ...]) -> Choosing:
         num_layers, num_early = len(self.layers), DEVIATION_LAYER + 1
         num_later = num_layers - num_early
         left = num_layers * live.num_tokens - num_early * live.num_candidates
         if num_later <= 0 or left < num_later:
             return Choice((), runs)
         first = merge_spans([*runs, *live.spans])
-        watch = PassWatch(frozenset({DEVIATION_LAYER}), stop_before=num_early)
-        self.run_pass(first, watch)
+        yield WantedPass(first, watch := PassWatch(frozenset({DEVIATION_LAYER}), stop_before=num_early))
         measured = self._measure(live, lambda: _deviation(live, loaded, first, watch))
         chosen = live.choose(measured, left // num_later)
         return Choice(chosen, merge_spans([*runs, *chosen]))

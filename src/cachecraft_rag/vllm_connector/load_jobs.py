@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,23 +22,44 @@ from cachecraft_rag.vllm_connector.live_choice import (
     Choice,
     LiveChooser,
     LoadedRows,
-    PassEnded,
-    PassWatch,
 )
-from cachecraft_rag.vllm_connector.recompute import cut_runs, merge_spans
+from cachecraft_rag.vllm_connector.passes import (
+    PassEnded,
+    PassPart,
+    PassUnderWay,
+    PassWatch,
+    WantedPass,
+)
+from cachecraft_rag.vllm_connector.recompute import merge_spans
 from cachecraft_rag.vllm_connector.rotary import RotaryTable, turn_between
 from cachecraft_rag.vllm_connector.steps import JobFacts, LoadJob, slots_at
+
+LOADED_PER_COMPUTED = 32
+"""Tokens that are loaded in the time in which one is computed, on the cautious side: a step that loads
+must not be longer than one that computes. Measured on this CPU: 40 to 80."""
+
+
+@dataclass(slots=True, eq=False)
+class Allowance:
+    """What a step may still do for load jobs, in tokens that are computed."""
+
+    left: float = 0.0
+
+
+Work = Generator[WantedPass | None, None, JobFacts]
+"""A load job under way. It yields the passes it needs run and is resumed when they have been; None where
+it waits for the allowance of the next step."""
 
 
 @dataclass(slots=True, eq=False)
 class JobRunner:
-    """Runs the load jobs of one rank, each before the forward that attends to its KV.
+    """Does the work of load jobs on one rank.
 
     Attributes:
         records: record id → stored KV; the worker side's own, as it changes.
         leads: name → keys of the text before a first chunk.
         probe_layers: layers on which the question's attention is read.
-        watch: what the layers are to keep of the pass under way, None outside of one.
+        under_way: the pass that is computed now, None outside of one.
     """
 
     runner: Any
@@ -48,34 +69,59 @@ class JobRunner:
     leads: Mapping[str, Sink]
     block_size: int
     tensor_parallel_size: int
-    watch: PassWatch | None = None
+    under_way: PassUnderWay | None = None
 
-    def run(self, job: LoadJob) -> JobFacts:
-        """Load, choose and recompute. Raises what a failed pass raises; the promise then is not kept."""
-        began = time.perf_counter()
+    def work(self, job: LoadJob, allowance: Allowance) -> Work:
+        """Load, choose and recompute. The facts that it gives have no times yet."""
         failed = np.array([not self._can_load(load) for load in job.loads], dtype=bool)
         failed = compat.agree_on_failures(failed, self.tensor_parallel_size)
         loads = [load for load, bad in zip(job.loads, failed, strict=True) if not bad]
         missing = [load for load, bad in zip(job.loads, failed, strict=True) if bad]
+        # Held from here on: a record may be freed before its last token is loaded.
+        records = {load.record_id: self.records[load.record_id] for load in loads}
         live = job.live.without([load.span for load in missing]) if job.live else None
-        rows = self._load(job, loads, self._layers_to_keep(live)) if loads else None
-        loaded = time.perf_counter()
+        rows = LoadedRows(positions_of([load.span for load in loads]), {}, {})
+        kept = self._layers_to_keep(live)
+        while loads:
+            while allowance.left <= 0:
+                yield None
+            part, loads = take_loads(loads, math.ceil(allowance.left * LOADED_PER_COMPUTED))
+            self._load(job, part, records, kept, rows)
+            allowance.left -= sum(len(load.span) for load in part) / LOADED_PER_COMPUTED
         runs = merge_spans([*job.recompute, *(load.span for load in missing)])
         choice = Choice((), runs)
-        if live is not None and live.candidates and rows is not None:
-            choice = self._chooser(job).choose(live, rows, runs, job.probe)
-        selected = time.perf_counter()
-        self._recompute(job, choice.remaining)
+        if live is not None and live.candidates:
+            choice = yield from self._chooser(job).choose(live, rows, runs, job.probe)
+        if remaining := merge_spans([*choice.remaining, job.tail]):
+            yield WantedPass(remaining)
         return JobFacts(
-            load_s=loaded - began,
-            select_s=selected - loaded,
-            recompute_s=time.perf_counter() - selected,
-            loaded_bytes=sum(self._loaded_bytes(load) for load in loads),
+            load_s=0.0,
+            recompute_s=0.0,
+            loaded_bytes=sum(
+                _loaded_bytes(records[load.record_id], load) for load in job.loads if load not in missing
+            ),
             failed_records=tuple(load.record_id for load in missing),
             num_tokens_repaired=sum(len(load.span) for load in missing),
             num_probe_tokens=choice.num_probe_tokens,
             chosen=choice.chosen,
         )
+
+    def run_pass(self, parts: Sequence[PassPart]) -> None:
+        """Compute parts of several jobs, all watched to the same layer, in one forward."""
+        slots = [slots_at(part.job.block_ids, self.block_size, part.positions) for part in parts]
+        final_slots = [np.where(part.is_final, own, -1) for part, own in zip(parts, slots, strict=True)]
+        self.under_way = PassUnderWay(tuple(_watches(parts)), torch.from_numpy(np.concatenate(final_slots)))
+        try:
+            with suppress(PassEnded):
+                compat.run_recompute_pass(
+                    self.runner,
+                    [span for part in parts for span in part.spans],
+                    np.concatenate([part.job.token_ids[part.positions] for part in parts]),
+                    _block_table(parts),
+                    np.concatenate(slots),
+                )
+        finally:
+            self.under_way = None
 
     def _layers_to_keep(self, live: LiveSelection | None) -> frozenset[int]:
         if live is None:
@@ -87,38 +133,33 @@ class JobRunner:
             lead = self.leads.get(job.lead)
             return lead.kv[lead.layers[layer], 0] if lead is not None and lead.is_complete else None
 
-        def run_pass(runs: Sequence[Span], watch: PassWatch) -> None:
-            self.watch = watch
-            try:
-                self._recompute(job, runs)
-            finally:
-                self.watch = None
-
         def sum_over_ranks(own: np.ndarray | None, length: int) -> np.ndarray | None:
             return compat.sum_over_ranks(own, length, self.tensor_parallel_size)
 
-        return LiveChooser(self.layers, self.probe_layers, run_pass, sum_over_ranks, lead_keys)
+        return LiveChooser(self.layers, self.probe_layers, sum_over_ranks, lead_keys)
 
     def _can_load(self, load: Load) -> bool:
         sink = self.records.get(load.record_id)
         return sink is not None and len(sink.filled) >= load.record_offset + len(load.span)
 
-    def _loaded_bytes(self, load: Load) -> int:
-        kv = self.records[load.record_id].kv
-        return kv.nbytes // kv.shape[2] * len(load.span)
-
-    def _load(self, job: LoadJob, loads: Sequence[Load], kept_layers: frozenset[int]) -> LoadedRows:
+    def _load(
+        self,
+        job: LoadJob,
+        loads: Sequence[Load],
+        records: Mapping[int, Sink],
+        kept_layers: frozenset[int],
+        rows: LoadedRows,
+    ) -> None:
         """Write the loaded keys, moved, and values into the request's blocks, layer by layer; what was
-        written on `kept_layers`."""
+        written on `kept_layers` is added to `rows`."""
         device = self.runner.device
         parts, spans = [], []
         for load in loads:
             offset, stop = load.record_offset, load.record_offset + len(load.span)
-            record = self.records[load.record_id]
+            record = records[load.record_id]
             parts.append(record.kv[:, :, offset:stop])
             spans.append((record.start + offset, load.span.start, len(load.span)))
-        rows = LoadedRows(positions_of([load.span for load in loads]), {}, {})
-        slots = slots_at(job.block_ids, self.block_size, rows.positions)
+        slots = slots_at(job.block_ids, self.block_size, positions_of([load.span for load in loads]))
         slot_tensor = torch.from_numpy(slots).to(device)
         turns: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
@@ -131,16 +172,7 @@ class JobRunner:
             moved = compat.rotate_keys(table, key, turn)
             layer.write(moved, value, slot_tensor)
             if index in kept_layers:
-                rows.keys[index], rows.values[index] = moved, value
-        return rows
-
-    def _recompute(self, job: LoadJob, runs: Sequence[Span]) -> None:
-        limits = compat.pass_limits(self.runner)
-        for piece in cut_runs(runs, limits.max_tokens, limits.max_sequences):
-            positions = positions_of(piece)
-            slots = slots_at(job.block_ids, self.block_size, positions)
-            with suppress(PassEnded):
-                compat.run_recompute_pass(self.runner, piece, job.token_ids[positions], job.block_ids, slots)
+                rows.add(index, moved, value)
 
 
 def layers_to_probe(layers: Sequence[compat.KVLayer]) -> frozenset[int]:
@@ -149,6 +181,44 @@ def layers_to_probe(layers: Sequence[compat.KVLayer]) -> frozenset[int]:
     later = range(len(layers) // 2, len(layers))
     whole = frozenset(index for index in later if layers[index].sliding_window is None)
     return whole or frozenset(later)
+
+
+def _block_table(parts: Sequence[PassPart]) -> np.ndarray:
+    """int32 (num_runs, num_blocks): for each run the blocks of its request, padded."""
+    num_blocks = max(len(part.job.block_ids) for part in parts)
+    tables = [np.pad(part.job.block_ids, (0, num_blocks - len(part.job.block_ids))) for part in parts]
+    return np.repeat(tables, [len(part.spans) for part in parts], axis=0)
+
+
+def _watches(parts: Sequence[PassPart]) -> Iterator[tuple[slice, PassWatch]]:
+    row = 0
+    for part in parts:
+        num_tokens = len(part.positions)
+        if part.wanted.watch is not None:
+            yield slice(row, row + num_tokens), part.wanted.watch
+        row += num_tokens
+
+
+def take_loads(loads: Sequence[Load], num_tokens: int) -> tuple[list[Load], list[Load]]:
+    """The first `num_tokens` tokens, and what is left."""
+    taken: list[Load] = []
+    room = num_tokens
+    for index, load in enumerate(loads):
+        if room <= 0:
+            return taken, list(loads[index:])
+        if len(load.span) <= room:
+            taken.append(load)
+            room -= len(load.span)
+            continue
+        middle = load.span.start + room
+        taken.append(Load(load.record_id, Span(load.span.start, middle), load.record_offset))
+        rest = Load(load.record_id, Span(middle, load.span.end), load.record_offset + room)
+        return taken, [rest, *loads[index + 1 :]]
+    return taken, []
+
+
+def _loaded_bytes(record: Sink, load: Load) -> int:
+    return record.kv.nbytes // record.kv.shape[2] * len(load.span)
 
 
 def _turn(table: RotaryTable, spans: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:

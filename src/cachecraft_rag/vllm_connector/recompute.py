@@ -1,32 +1,31 @@
-"""Cutting a recompute pass into pieces that the runner can take."""
+"""Cutting a recompute pass into pieces that the runner, and the step, can take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from cachecraft_rag.chunks import Span
 
 
-def cut_runs(runs: Sequence[Span], max_tokens: int, max_sequences: int) -> Iterator[list[Span]]:
-    """Pieces of at most `max_tokens` tokens and `max_sequences` runs, in position order.
+def take_runs(
+    runs: Sequence[Span], max_tokens: int, max_sequences: int
+) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """The first `max_tokens` tokens in at most `max_sequences` runs, and what is left.
 
-    Earlier positions never depend on later ones, so pieces may run one after the other. Long runs
-    are cut where a piece is full.
+    Earlier positions never depend on later ones, so pieces taken one after the other, in position
+    order, may run in different steps. A run that does not fit is cut.
     """
-    piece: list[Span] = []
+    taken: list[Span] = []
     room = max_tokens
-    for run in runs:
-        start = run.start
-        while start < run.end:
-            if room == 0 or len(piece) == max_sequences:
-                yield piece
-                piece, room = [], max_tokens
-            stop = min(run.end, start + room)
-            piece.append(Span(start, stop))
-            room -= stop - start
-            start = stop
-    if piece:
-        yield piece
+    for index, run in enumerate(runs):
+        if room <= 0 or len(taken) == max_sequences:
+            return tuple(taken), tuple(runs[index:])
+        stop = min(run.end, run.start + room)
+        taken.append(Span(run.start, stop))
+        room -= stop - run.start
+        if stop < run.end:
+            return tuple(taken), (Span(stop, run.end), *runs[index + 1 :])
+    return tuple(taken), ()
 
 
 def merge_spans(spans: Sequence[Span]) -> tuple[Span, ...]:

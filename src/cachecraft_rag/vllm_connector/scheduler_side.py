@@ -6,7 +6,7 @@ Called by vLLM's scheduler in this order, all on one thread:
     look_up                   plan once, promise tokens (polled while the request waits)
     admit                     blocks exist: queue the load job, reserve records for what is computed
     build_orders              end of scheduling: what the workers do in this step
-    take_facts                what they did
+    take_facts                what they did; a request whose job is done is scheduled after that
     finish                    release everything, file the report
 """
 
@@ -29,7 +29,7 @@ from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.cold_side import ColdSide, Search, joined
 from cachecraft_rag.vllm_connector.commands import Commands
 from cachecraft_rag.vllm_connector.messages import PARAMS_KEY, ControlMessage, RequestSpec
-from cachecraft_rag.vllm_connector.orders import capture_targets, make_job, unready_spans
+from cachecraft_rag.vllm_connector.orders import capture_targets, make_job, work_tokens
 from cachecraft_rag.vllm_connector.record_keeper import RecordKeeper
 from cachecraft_rag.vllm_connector.reports import build_report
 from cachecraft_rag.vllm_connector.request_state import RequestState
@@ -45,20 +45,21 @@ COUNTERS = (
     "num_moved_chunks",
     "num_readmitted",
     "num_aborted_in_load",
-    "num_unready_blocks",
 )
 """Counts since the start, in `stats()`. Readmitted: admitted again after a preemption. Aborted in
-load: aborted in the very step whose load job was under way. Unready: see `orders.unready_spans`."""
+load: aborted while the load job was under way."""
 
 
 class SchedulerSide:
-    """Plans and books. `block_size` is vLLM's, `bytes_per_token` counts all layers and ranks."""
+    """Plans and books. `block_size` and `max_step_tokens` (`max_num_batched_tokens`) are vLLM's,
+    `bytes_per_token` counts all layers and ranks."""
 
     def __init__(
         self,
         store: ChunkStore,
         *,
         block_size: int,
+        max_step_tokens: int,
         bytes_per_token: int,
         min_chunk_tokens: int,
         num_ranks: int,
@@ -67,6 +68,7 @@ class SchedulerSide:
     ) -> None:
         self._store = store
         self._block_size = block_size
+        self._max_step_tokens = max_step_tokens
         self._min_chunk_tokens = min_chunk_tokens
         self._cold = cold
         self._changes = make_changes(self._on_applied) if make_changes else None
@@ -75,6 +77,7 @@ class SchedulerSide:
         self._states: dict[str, RequestState] = {}
         self._by_own_id: dict[str, RequestState] = {}
         self._jobs: list[str] = []
+        self._dropped: list[str] = []
         self._finished: list[RequestState] = []
         self._replies: list[tuple[str, Mapping[str, Any]]] = []
         self._forget_leads = False
@@ -136,13 +139,17 @@ class SchedulerSide:
         return promised
 
     def admit(self, request: Any, num_promised_tokens: int) -> None:
-        """The request has its blocks and runs in this step."""
+        """The request has its blocks. It runs in this step, or, after a promise, once its job is done."""
+        if num_promised_tokens:
+            self._jobs.append(request.request_id)
         state = self._states.get(request.request_id)
         if state is None:
             return
+        if not num_promised_tokens and state.awaits_run:
+            state.awaits_run = False
+            return
         if num_promised_tokens:
-            state.ran_job = True
-            self._jobs.append(request.request_id)
+            state.ran_job = state.is_loading = state.awaits_run = True
             self._count_job(state)
         if state.is_admitted:
             self._counters["num_readmitted"] += 1
@@ -159,10 +166,13 @@ class SchedulerSide:
             return None
         self._store.unpin(request.request_id)
         self._keeper.release(state)
+        if state.is_loading:
+            # vLLM takes the blocks back when the workers answer this.
+            self._dropped.append(request.request_id)
         if state.spec is None:
             return None
         awaits_facts = state.ran_job and state.facts is None
-        if awaits_facts and compat.is_aborted(request):
+        if state.is_loading and compat.is_aborted(request):
             self._counters["num_aborted_in_load"] += 1
         if not state.spec.store and self._block_pool is not None:
             self._block_pool.evict_blocks(set(block_ids))
@@ -175,17 +185,20 @@ class SchedulerSide:
     # --- steps --------------------------------------------------------------------------------
 
     def build_orders(self, scheduler_output: Any) -> StepOrders:
-        """Orders of the step just scheduled. A promise that cannot be turned into a job is passed
-        on as blocks to fail: the request then fails cleanly and is answered again without reuse."""
+        """Orders of the step just scheduled. A promise that cannot be turned into a job is passed on as
+        failed: the request then ends with an error and is answered again without reuse."""
         self._keeper.tick()
         if self._changes is not None:
             self._changes.register()
         writes, reads = self._cold.take_orders() if self._cold else ((), ())
-        jobs, failed_blocks = self._make_jobs(scheduler_output)
+        jobs, failed = self._make_jobs(scheduler_output)
         orders = StepOrders(
             new_records=self._keeper.take_new(),
             captures=tuple(self._make_captures(scheduler_output)),
             jobs=tuple(jobs),
+            num_work_tokens=work_tokens(self._max_step_tokens, scheduler_output.total_num_scheduled_tokens),
+            dropped=tuple(self._dropped),
+            failed=tuple(failed),
             freed=(*self._store.drain_freed(), *self._keeper.take_scratch()),
             reports=tuple(
                 (state.spec.request_id, state.report or build_report(state).to_dict())
@@ -193,7 +206,6 @@ class SchedulerSide:
                 if state.spec
             ),
             replies=tuple(self._replies),
-            failed_blocks=tuple(failed_blocks),
             forget_leads=self._forget_leads,
             cold_writes=writes,
             cold_reads=reads,
@@ -201,7 +213,8 @@ class SchedulerSide:
         for state in self._finished:
             if state.spec is not None:
                 self._by_own_id.pop(state.spec.request_id, None)
-        self._jobs, self._finished, self._replies, self._forget_leads = [], [], [], False
+        self._jobs, self._dropped, self._finished, self._replies = [], [], [], []
+        self._forget_leads = False
         return orders
 
     def take_facts(self, facts: StepFacts) -> None:
@@ -213,48 +226,34 @@ class SchedulerSide:
                 self._store.discard(record_id)
             state = self._by_own_id.get(own_id)
             if state is not None:
-                state.facts = job_facts
+                state.facts, state.is_loading = job_facts, False
+                state.note_computed(state.promised_end)
 
-    def _make_jobs(self, scheduler_output: Any) -> tuple[list[LoadJob], list[int]]:
+    def _make_jobs(self, scheduler_output: Any) -> tuple[list[LoadJob], list[str]]:
         jobs: list[LoadJob] = []
-        failed_blocks: list[int] = []
+        failed: list[str] = []
         for request_id in self._jobs:
-            state = self._states.get(request_id)
-            if state is None:
-                continue
-            block_ids = compat.block_ids_of(scheduler_output, request_id)
             try:
-                unready = self._unready_spans(state, block_ids, scheduler_output)
-                jobs.append(make_job(state, block_ids, self._block_size, unready))
+                block_ids = compat.block_ids_of(scheduler_output, request_id)
+                jobs.append(make_job(self._states[request_id], block_ids, self._block_size))
             except Exception:
+                # Without an answer the request would wait for ever.
                 logger.exception("load job of request %s could not be made", request_id)
-                failed_blocks.extend(block_ids)
-        return jobs, failed_blocks
-
-    def _unready_spans(self, state: RequestState, block_ids: list[int], scheduler_output: Any) -> list[Span]:
-        if not state.num_local_tokens:
-            return []
-        written: set[int] = set()
-        for other, start, count in compat.scheduled_ranges(scheduler_output):
-            if other != state.request.request_id:
-                others = compat.block_ids_of(scheduler_output, other)
-                written.update(others[start // self._block_size : -(-(start + count) // self._block_size)])
-        unready = unready_spans(block_ids, state.num_local_tokens, written, self._block_size)
-        self._counters["num_unready_blocks"] += len(unready)
-        return unready
+                failed.append(request_id)
+        return jobs, failed
 
     def _make_captures(self, scheduler_output: Any) -> list[CaptureTarget]:
-        """Targets for what this step computes, in the forward and in the jobs."""
+        """Targets for what this step's forward computes."""
         captures: list[CaptureTarget] = []
         for request_id, start, count in compat.scheduled_ranges(scheduler_output):
             state = self._states.get(request_id)
             if state is None or not state.pending:
                 continue
-            first = state.num_local_tokens if request_id in self._jobs else start
             block_ids = compat.block_ids_of(scheduler_output, request_id)
             try:
-                computed = Span(first, start + count)
+                computed = Span(start, start + count)
                 captures += capture_targets(state, computed, block_ids, self._block_size)
+                state.note_computed(computed.end)
             except Exception:
                 logger.exception("nothing of request %s is captured in this step", request_id)
         return captures
@@ -371,7 +370,8 @@ class SchedulerSide:
         self._counters["num_plans"] += plan.uses_store
 
     def _figures(self) -> Mapping[str, Any]:
-        return {**self._counters, "num_running": len(self._states)}
+        free = {"num_free_blocks": self._block_pool.get_num_free_blocks()} if self._block_pool else {}
+        return {**self._counters, "num_running": len(self._states), **free}
 
     def _count_job(self, state: RequestState) -> None:
         self._counters["num_jobs"] += 1

@@ -74,28 +74,39 @@ class CaptureTarget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadJob:
-    """Fill `[start, context_end)` of one request's KV before this step's forward.
+    """Fill `[start, end)` of one request's KV while it waits, over as many steps as that takes.
 
     Attributes:
+        engine_request_id: vLLM's name of the request; `request_id` is our own.
         token_ids: int32, the prompt up to the end of the job and of `probe`.
         block_ids: int32, the request's block table up to there.
         loads: records to place; tokens in `recompute` are computed instead.
-        recompute: ascending, disjoint; with the loaded tokens they cover the job. May begin before
-            `start`, with tokens of vLLM's own hit that are not computed yet.
+        recompute: ascending, disjoint; with the loaded tokens they cover the job up to `probe`.
+        captures: rows to copy while they are computed.
         live: tokens to choose, and to compute too, once the loads are done.
-        probe: the question, right behind the context: computed once more to see what it attends to.
+        probe: the question, right behind the context: computed once to see what it attends to.
+        end: behind the last token that was promised; from the start of `probe` on tokens are computed
+            last, when their context is repaired.
         lead: sink that holds the keys of the text before the first chunk.
     """
 
     request_id: str
+    engine_request_id: str
     start: int
     token_ids: np.ndarray
     block_ids: np.ndarray
     loads: tuple[Load, ...]
     recompute: tuple[Span, ...]
+    probe: Span
+    end: int
+    captures: tuple[CaptureTarget, ...] = ()
     live: LiveSelection | None = None
-    probe: Span = field(default=Span(0, 0))
     lead: str = ""
+
+    @property
+    def tail(self) -> Span:
+        """The part of the question that was promised."""
+        return Span(self.probe.start, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +153,12 @@ class StepOrders:
     """One step's orders.
 
     Attributes:
+        num_work_tokens: tokens that this step may compute for load jobs, new ones and those under way.
+        dropped: vLLM's names of requests whose jobs are no longer wanted; their blocks go back to vLLM
+            with the answer to this step.
+        failed: vLLM's names of requests for which no job could be made.
         freed: records whose payload is no longer wanted; carried out before anything else.
         reports, replies: answers that the driver will fetch, by request id and control id.
-        failed_blocks: promised blocks for which no job could be made.
         forget_leads: drop all lead buffers, whoever's: a tenant was purged.
         cold_writes: records to be written to the cold tiers.
         cold_reads: records to be read from them.
@@ -153,10 +167,12 @@ class StepOrders:
     new_records: tuple[NewRecord, ...] = ()
     captures: tuple[CaptureTarget, ...] = ()
     jobs: tuple[LoadJob, ...] = ()
+    num_work_tokens: int = 0
+    dropped: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
     freed: tuple[int, ...] = ()
     reports: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     replies: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-    failed_blocks: tuple[int, ...] = ()
     forget_leads: bool = False
     cold_writes: tuple[RecordMeta, ...] = ()
     cold_reads: tuple[ColdRead, ...] = ()
@@ -164,7 +180,8 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """What one rank did for a job.
+    """What one rank did for a job; times are sums over its steps, in shared passes by its share of the
+    tokens.
 
     Attributes:
         failed_records: records that could not be loaded; their tokens were computed.

@@ -1,35 +1,34 @@
 """The worker half of the connector: it obeys the scheduler side and reports what it did.
 
-bind(orders)     free and open records, arm the captures         (before every step)
-run_jobs()       load, move, write, recompute                    (before the forward)
+bind(orders)     free and open records, take jobs, arm the captures  (before every step)
 <forward>        the layers call the capture session
-collect()        finished records and their profiles, job facts  (after every step)
+run_jobs()       a bounded piece of loading and recomputing          (after the forward, or without one)
+take_answered()  whose KV is there now
+collect()        finished records and their profiles, job facts      (after every step)
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from cachecraft_rag.chunks import AttentionProfile, Span
-from cachecraft_rag.errors import InternalError
 from cachecraft_rag.planner.selection import positions_of
 from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.capture import CaptureSession, Sink
 from cachecraft_rag.vllm_connector.cold_io import ColdIO
+from cachecraft_rag.vllm_connector.job_queue import JobQueue
 from cachecraft_rag.vllm_connector.load_jobs import JobRunner, layers_to_probe
 from cachecraft_rag.vllm_connector.profile import LayerInputs, measure_profile
 from cachecraft_rag.vllm_connector.rotary import move_keys, turn_between
 from cachecraft_rag.vllm_connector.steps import (
     CaptureTarget,
     ColdFacts,
-    JobFacts,
     NewRecord,
     StepFacts,
     StepOrders,
@@ -61,13 +60,13 @@ class WorkerSide:
         self._layers: tuple[compat.KVLayer, ...] = ()
         self._session = CaptureSession((), {})
         self._records: dict[int, Sink] = {}
-        self._jobs: JobRunner | None = None
+        self._job_runner: JobRunner | None = None
+        self._queue: JobQueue | None = None
+        self._unserved: set[str] = set()
         self._leads: OrderedDict[str, Sink] = OrderedDict()
         self._open: dict[int, Sink] = {}
-        self._orders = StepOrders()
-        self._facts: dict[str, JobFacts] = {}
+        self._num_work_tokens = 0
         self._broken: set[int] = set()
-        self._failed_blocks: set[int] = set()
         self._answers: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
 
     # --- start-up -----------------------------------------------------------------------------
@@ -77,15 +76,9 @@ class WorkerSide:
         return self._runner is not None
 
     @property
-    def _job_runner(self) -> JobRunner:
-        if self._jobs is None:
-            raise InternalError("a load job came before the connector was attached to the model")
-        return self._jobs
-
-    @property
     def _queried_layers(self) -> list[int]:
         """Layers whose queries, and the keys of text before the chunks, are wanted."""
-        return sorted(self._job_runner.probe_layers.union(self._session.profile_layers))
+        return sorted(layers_to_probe(self._layers).union(self._session.profile_layers))
 
     def attach(self, runner: Any) -> None:
         """Find the model's layers and start watching them.
@@ -99,7 +92,7 @@ class WorkerSide:
         chosen = np.linspace(0, len(layers) - 1, self._num_profile_layers + 2)[1:-1].round()
         profiled = {int(layer): place for place, layer in enumerate(sorted(set(chosen.tolist())))}
         self._session = CaptureSession(layers, profiled)
-        self._jobs = JobRunner(
+        jobs = JobRunner(
             runner,
             layers,
             layers_to_probe(layers),
@@ -108,14 +101,15 @@ class WorkerSide:
             self._block_size,
             self._tensor_parallel_size,
         )
+        self._layers, self._runner, self._job_runner = layers, runner, jobs
+        self._queue = JobQueue(jobs.work, jobs.run_pass, compat.pass_limits(runner), len(layers))
         compat.watch_layers(layers, self._on_update, self._queried_layers, self._on_query)
-        self._layers, self._runner = layers, runner
 
     # --- one engine step ----------------------------------------------------------------------
 
     def bind(self, orders: StepOrders) -> None:
-        self._orders = orders
-        self._failed_blocks.update(orders.failed_blocks)
+        self._num_work_tokens = orders.num_work_tokens
+        self._take_jobs(orders)
         for record_id in orders.freed:
             self._records.pop(record_id, None)
             self._open.pop(record_id, None)
@@ -126,20 +120,36 @@ class WorkerSide:
         for name, answer in (*orders.reports, *orders.replies):
             self._file_answer(name, answer)
         if self.is_attached:
-            self._arm_captures(orders)
+            self._open_records(orders)
+            self._arm(orders.captures)
             self._order_cold(orders)
 
+    def _take_jobs(self, orders: StepOrders) -> None:
+        if self._queue is None:  # not attached yet: there are no layers to load into
+            self._unserved.update(job.engine_request_id for job in orders.jobs)
+            self._unserved.update(orders.failed)
+            return
+        for name in orders.dropped:
+            self._queue.drop(name)
+        for name in orders.failed:
+            self._queue.fail(name)
+        for job in orders.jobs:
+            self._queue.add(job)
+
     def run_jobs(self) -> None:
-        """Run this step's load jobs, each before the forward that attends to its KV."""
-        jobs, self._orders = self._orders.jobs, replace(self._orders, jobs=())
-        for job in jobs:
-            try:
-                self._facts[job.request_id] = self._job_runner.run(job)
-            except Exception:
-                # The KV promised for these blocks is not there. vLLM fails the request, and the
-                # driver answers it again with reuse off.
-                logger.exception("recompute pass of request %s failed", job.request_id)
-                self._failed_blocks.update(job.block_ids[job.start // self._block_size :].tolist())
+        """Do this step's piece of the load jobs."""
+        if self._queue is None:
+            return
+        num_tokens, self._num_work_tokens = self._num_work_tokens, 0
+        self._arm(self._queue.captures())
+        self._queue.run(num_tokens)
+
+    def take_answered(self) -> tuple[set[str], set[str]]:
+        """vLLM's names of requests whose jobs have ended, and those among them that failed."""
+        if self._queue is None:
+            unserved, self._unserved = self._unserved, set()
+            return unserved, unserved
+        return self._queue.take_answered()
 
     def collect(self) -> StepFacts | None:
         """Facts of the step that just ran; None if there is nothing to tell."""
@@ -149,13 +159,10 @@ class WorkerSide:
                 completed[record_id] = self._finish(sink)
                 self._records[record_id] = self._open.pop(record_id)
         self._session.disarm()
-        facts = StepFacts(completed, frozenset(self._broken), self._facts, self._take_cold())
-        self._facts, self._broken = {}, set()
+        jobs = self._queue.take_facts() if self._queue is not None else {}
+        facts = StepFacts(completed, frozenset(self._broken), jobs, self._take_cold())
+        self._broken = set()
         return facts if facts else None
-
-    def take_failed_blocks(self) -> set[int]:
-        blocks, self._failed_blocks = self._failed_blocks, set()
-        return blocks
 
     def take_answer(self, name: str) -> Mapping[str, Any] | None:
         return self._answers.pop(name, None)
@@ -202,21 +209,29 @@ class WorkerSide:
 
     # --- captures -----------------------------------------------------------------------------
 
-    def _arm_captures(self, orders: StepOrders) -> None:
+    def _open_records(self, orders: StepOrders) -> None:
         try:
             for record in orders.new_records:
                 self._open[record.record_id] = self._new_record_sink(record)
+        except Exception:
+            logger.exception("records could not be opened")
+            self._broken.update(record.record_id for record in orders.new_records)
+            for record in orders.new_records:
+                self._open.pop(record.record_id, None)
+
+    def _arm(self, captures: Iterable[CaptureTarget]) -> None:
+        """Copy these rows of what is computed from here on."""
+        try:
             self._session.arm(
                 [
                     (self._sink_of(target), target)
-                    for target in orders.captures
+                    for target in captures
                     if isinstance(target.sink, str) or target.sink in self._open
                 ]
             )
         except Exception:
-            logger.exception("nothing is captured in this step")
+            logger.exception("nothing is captured")
             self._session.disarm()
-            self._broken.update(record.record_id for record in orders.new_records)
 
     def _new_record_sink(self, record: NewRecord) -> Sink:
         layers = {index: index for index in range(len(self._layers))}
@@ -316,13 +331,15 @@ class WorkerSide:
     def _on_update(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        if self._jobs is not None and self._jobs.watch is not None:
-            self._jobs.watch.on_update(layer, key, value)
+        under_way = self._job_runner.under_way if self._job_runner is not None else None
+        if under_way is not None:
+            under_way.on_update(layer, key, value)
+            slot_mapping = under_way.final_slots
         self._session.on_update(layer, key, value, slot_mapping)
 
     def _on_query(self, layer: int, query: torch.Tensor) -> None:
-        if self._jobs is not None and self._jobs.watch is not None:
-            self._jobs.watch.on_query(layer, query)
+        if self._job_runner is not None and self._job_runner.under_way is not None:
+            self._job_runner.under_way.on_query(layer, query)
         if layer in self._session.profile_layers:
             self._session.on_query(layer, query)
 
