@@ -131,18 +131,16 @@ answers["15 %"][0].report
 # %% [markdown]
 # ## Choosing for your own data
 #
-# `engine.calibrate(questions, target_agreement=0.9)` does what this notebook did with your questions,
-# and keeps the smallest budget that meets the target for this model. With more questions its interval
-# gets narrower.
-
-# %%
-from cachecraft_rag.engine import CalibrationQuestion
-
-sample = [
-    CalibrationQuestion(question["question"], tuple(passages_for(number, question)))
-    for number, question in enumerate(questions[:4])
-]
-engine.calibrate(sample, target_agreement=0.75, system=SYSTEM, max_tokens=8, show_progress=False)
+# `engine.calibrate` does what this notebook did with your questions, and keeps the smallest budget
+# that meets the target for this model, in this and later programs. So it is not run here: four
+# questions are too few.
+#
+# ```python
+# from cachecraft_rag.engine import CalibrationQuestion
+#
+# questions = [CalibrationQuestion("How many points?", (chunk, other_chunk)), ...]
+# engine.calibrate(questions, target_agreement=0.9, system=SYSTEM)
+# ```
 
 # %%
 engine.close()

