@@ -110,16 +110,23 @@ def make_requests(
 
 
 def _joined(
-    rows: list[dict[str, Any]], count_tokens: CountTokens, passage_tokens: int
-) -> Iterator[list[dict[str, Any]]]:
-    """Groups of neighbours: a paragraph begins a new one where that comes nearer to `passage_tokens`."""
-    group: list[dict[str, Any]] = []
-    size = 0
+    rows: Sequence[dict[str, Any]], count_tokens: CountTokens, passage_tokens: int
+) -> list[list[dict[str, Any]]]:
+    """Groups of neighbours: a paragraph begins a new one where that comes nearer to `passage_tokens`.
+
+    A last group of less than half of it joins the one before.
+    """
+    groups: list[list[dict[str, Any]]] = []
+    sizes: list[int] = []
     for row in rows:
         num_tokens = count_tokens(row["text"])
-        if group and abs(size - passage_tokens) <= abs(size + num_tokens - passage_tokens):
-            yield group
-            group, size = [], 0
-        group.append(row)
-        size += num_tokens
-    yield group
+        if groups and abs(sizes[-1] + num_tokens - passage_tokens) < abs(sizes[-1] - passage_tokens):
+            groups[-1].append(row)
+            sizes[-1] += num_tokens
+        else:
+            groups.append([row])
+            sizes.append(num_tokens)
+    if len(groups) > 1 and 2 * sizes[-1] < passage_tokens:
+        last = groups.pop()
+        groups[-1].extend(last)
+    return groups

@@ -19,6 +19,7 @@ def draw(record: RunRecord, target: Path) -> None:
     _throughput(axes[0], record)
     for ax, load in zip(axes[1:], LOADS, strict=True):
         _first_tokens(ax, record, load)
+    axes[1].legend(fontsize=7)
     figure.suptitle(f"{record.workload}: {record.facts['model']} on {record.facts['machine']['cpu']}")
     target.parent.mkdir(parents=True, exist_ok=True)
     # Without the version of matplotlib in it, the same figures give the same file.
@@ -46,11 +47,9 @@ def _throughput(ax: Any, record: RunRecord) -> None:
 
 def _first_tokens(ax: Any, record: RunRecord, load: str) -> None:
     for way in record.ways:
-        served = way.served.get(load)
-        if served:
+        if served := way.served.get(load):
             times_s = sorted(one.ttft_s for one in served)
             shares = [(rank + 1) / len(times_s) for rank in range(len(times_s))]
             ax.step(times_s, shares, where="post", lw=1, label=way.way)
     ax.set(xlabel="time to first token (s)", ylabel="share of requests", title=load, xscale="log")
-    ax.legend(fontsize=7)
     ax.grid(alpha=0.3)
