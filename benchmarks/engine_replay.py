@@ -5,6 +5,7 @@
     python -m benchmarks.engine_replay passages --small  two minutes, to see that it works
     python -m benchmarks.engine_replay passages --ways ours ours-0 ours-g16 ours-one prefix-one
     python -m benchmarks.engine_replay report            the section of docs/performance.md
+    python -m benchmarks.engine_replay validation        measured.json for benchmarks.simulate_cluster
 
 Prefix caching is always measured, and first: the moderate load follows from its capacity.
 """
@@ -23,14 +24,15 @@ from typing import Any
 from benchmarks.engine_replay_parts.arrivals import KINDS
 from benchmarks.engine_replay_parts.passages import PassagesShape, passages_workload
 from benchmarks.engine_replay_parts.ragpulse import RagpulseShape, ragpulse_workload
-from benchmarks.engine_replay_parts.record import RESULTS, RunRecord, WayRecord, save
+from benchmarks.engine_replay_parts.record import RESULTS, RunRecord, WayRecord, read, save
 from benchmarks.engine_replay_parts.report import write_report
 from benchmarks.engine_replay_parts.run import Settings, run_ways
 from benchmarks.engine_replay_parts.tables import all_tables, gain_sentence
 from benchmarks.engine_replay_parts.texts import DATA, token_counter
+from benchmarks.engine_replay_parts.validation import write_validation
 from benchmarks.engine_replay_parts.ways import DEFAULT_WAYS, WAYS, chosen_ways
 from benchmarks.engine_replay_parts.workload import Workload
-from benchmarks.scale import commit
+from benchmarks.quality.results import commit
 from benchmarks.ttft import machine
 from rich.console import Console
 from rich.table import Table
@@ -100,7 +102,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=("passages", "ragpulse", "report"))
+    parser.add_argument("what", choices=("passages", "ragpulse", "report", "validation"))
     parser.add_argument("--ways", nargs="+", default=DEFAULT_WAYS, metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--small", action="store_true", help="few short requests; results are not reported")
     parser.add_argument("--requests", type=int, help="measured requests of the saturating load")
@@ -129,6 +131,8 @@ def main() -> None:
     args = arguments()
     if args.what == "report":
         write_report()
+    elif args.what == "validation":
+        write_validation(read(RESULTS / "ragpulse.json"), args.json or Path("measured.json"))
     else:
         run(args, Console(width=180))
 

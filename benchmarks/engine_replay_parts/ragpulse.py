@@ -68,7 +68,8 @@ def workload_of(
         "num_without_passages": sum(not row["passages"] for row in measured),
         "num_distinct_passages": len({p for row in measured for p in row["passages"]}),
         "max_output_tokens": shape.max_output_tokens,
-        "measured_span_s": measured[-1]["t"] - measured[0]["t"],
+        "measured_span_s": _span_s(measured),
+        "moderate_span_s": _span_s(rows[second:end]),
     }
     parts = (requests[: cuts[0]], requests[cuts[0] : cuts[1]], requests[cuts[1] :])
     return Workload("ragpulse", tuple(fill), *map(tuple, parts), facts)
@@ -91,6 +92,10 @@ def filling_rows(earlier: Sequence[Row], used: Iterable[Row]) -> Iterator[Row]:
             packed = packed[FILL_PASSAGES:]
     if packed:
         yield _filling_row(earlier[0], packed)
+
+
+def _span_s(rows: Sequence[Row]) -> float:
+    return float(rows[-1]["t"] - rows[0]["t"]) if rows else 0.0
 
 
 def ranks(rows: Iterable[Row]) -> dict[int, int]:

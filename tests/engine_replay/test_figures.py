@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -17,10 +18,11 @@ from benchmarks.engine_replay_parts.figures import (
     makespan_s,
     quantiles,
 )
-from benchmarks.engine_replay_parts.record import SATURATED, RunRecord, WayRecord, read, save
+from benchmarks.engine_replay_parts.record import MODERATE, SATURATED, RunRecord, WayRecord, read, save
 from benchmarks.engine_replay_parts.report import BEGIN, END, with_section, write_report
 from benchmarks.engine_replay_parts.served import Served, served_from
 from benchmarks.engine_replay_parts.tables import AIMS, all_tables, gain_sentence
+from benchmarks.engine_replay_parts.validation import write_validation
 from benchmarks.engine_replay_parts.ways import WAYS, chosen_ways
 
 from cachecraft_rag.chunks import ChunkKey
@@ -169,6 +171,25 @@ def test_every_way_stands_in_the_tables_and_every_aim_is_judged(workload: str) -
         {("throughput / prefix caching's", SATURATED): "met"}
     )  # fmt: skip
     assert "chunks moved 100%" in gain_sentence(record(workload))
+
+
+def test_a_run_of_the_trace_is_handed_to_the_simulation(tmp_path: Path) -> None:
+    shape = {
+        "first": 1500, "num_saturated": 300, "num_moderate": 61, "moderate_span_s": 600.0, "scale": 0.5,
+        "max_output_tokens": 16,
+    }  # fmt: skip
+    measured = record("ragpulse")
+    ways = [
+        replace(way, rates={MODERATE: 2.0}, served={MODERATE: way.served[SATURATED]}) for way in measured.ways
+    ]
+    target = tmp_path / "measured.json"
+    write_validation(replace(measured, facts={"workload": shape}, ways=ways), target)
+    written = json.loads(target.read_text())
+    assert written["workload"]["time_factor"] == 600 / 30  # 61 requests at 2 a second take 30 s
+    assert (written["workload"]["num_requests"], written["workload"]["num_warm_up"]) == (1861, 1800)
+    assert [row["way"] for row in written["rows"]] == ["prefix", "full", "reuse", "reuse"]
+    with pytest.raises(SystemExit, match="ragpulse"):
+        write_validation(record("passages"), target)
 
 
 def test_section_replaces_itself_and_leaves_the_rest_of_the_page(tmp_path: Path) -> None:
