@@ -109,7 +109,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--moderate-requests", type=int, help="of the moderate load; 0 leaves it out")
     parser.add_argument("--scale", type=float, help="ragpulse: of all lengths")
     parser.add_argument("--arrivals", choices=KINDS, default="poisson", help="trace: ragpulse only")
-    parser.add_argument("--overload", type=float, default=6.0, help="arrivals over full prefill's capacity")
+    parser.add_argument("--overload", type=float, default=8.0, help="arrivals over full prefill's capacity")
     parser.add_argument("--moderate-load", type=float, default=0.7, help="over prefix caching's capacity")
     parser.add_argument("--step-tokens", type=int, default=2048, help="max_num_batched_tokens")
     parser.add_argument("--model", help="model folder; the default model if not given")

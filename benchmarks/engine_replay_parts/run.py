@@ -41,9 +41,9 @@ class Settings:
 
     model: str
     engine_args: Mapping[str, Any]
-    arrival: str = "poisson"
-    overload: float = 6.0
-    moderate: float = 0.7
+    arrival: str
+    overload: float
+    moderate: float
 
 
 def run_ways(
