@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from benchmarks.engine_replay import arguments, run
+from benchmarks.engine_replay_parts import run as run_module
 from benchmarks.engine_replay_parts.driver import serve, warm
+from benchmarks.engine_replay_parts.figures import makespan_s
 from benchmarks.engine_replay_parts.memory import PeakMemory
-from benchmarks.engine_replay_parts.record import LOADS, SATURATED, read
+from benchmarks.engine_replay_parts.record import LOADS, MODERATE, SATURATED, read
+from benchmarks.engine_replay_parts.run import Settings, run_ways
 from benchmarks.engine_replay_parts.texts import DATA
-from benchmarks.engine_replay_parts.ways import WAYS
-from benchmarks.engine_replay_parts.workload import Passage, ReplayRequest
+from benchmarks.engine_replay_parts.ways import WAYS, chosen_ways
+from benchmarks.engine_replay_parts.workload import Passage, ReplayRequest, Workload
 from rich.console import Console
 
+from cachecraft_rag import CacheCraftConfig
 from cachecraft_rag.testing import FakeEngine
 
 PASSAGES = [Passage(f"p{index}", f"passage number {index} of the base", 6, rank=-index) for index in range(5)]
@@ -60,6 +65,45 @@ def test_peak_memory_is_the_most_that_was_seen() -> None:
         held = bytearray(64 * 1024**2)
         running.sample()
         assert running.driver_bytes >= len(held)
+
+
+class EngineWithoutModel(FakeEngine):
+    """What the benchmark starts, with figures to read."""
+
+    started: ClassVar[list[tuple[CacheCraftConfig, dict[str, Any]]]] = []
+
+    def __init__(self, model: str, *, config: CacheCraftConfig, **engine_args: Any) -> None:
+        super().__init__(model_name=model)
+        self.started.append((config, engine_args))
+
+    def stats(self) -> dict[str, Any]:
+        return {"num_records": 3, "engine": {}}
+
+
+def test_a_run_measures_prefix_caching_first_and_all_ways_at_its_rates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_module, "CacheCraftEngine", EngineWithoutModel)
+    EngineWithoutModel.started.clear()
+    workload = Workload("passages", tuple(REQUESTS), tuple(REQUESTS), tuple(REQUESTS), tuple(REQUESTS))
+    settings = Settings("model", {"dtype": "bfloat16"}, "poisson", overload=8.0, moderate=0.7)
+    said: list[str] = []
+    records = list(run_ways(workload, chosen_ways(["full", "ours-one"]), settings, said.append))
+    assert [record.way for record in records] == ["prefix", "full", "ours-one"]
+    base = records[0]
+    capacity = 3 / makespan_s(base.served[SATURATED])
+    assert base.rates[MODERATE] == pytest.approx(0.7 * capacity)
+    for record in records:
+        assert record.rates == base.rates
+        times = [[one.arrival_s for one in record.served[load]] for load in LOADS]
+        assert times == [[one.arrival_s for one in base.served[load]] for load in LOADS]
+        assert record.store == {"num_records": 3}
+    assert [args for _, args in EngineWithoutModel.started] == [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "max_num_seqs": 1},
+    ]
+    assert [config.host_store_bytes for config, _ in EngineWithoutModel.started] == [0, 0, None]
 
 
 @pytest.mark.engine
