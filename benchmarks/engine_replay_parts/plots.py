@@ -1,0 +1,55 @@
+"""Pictures of a run: throughput beside its bound, and the distribution of times to first token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_replay_parts.record import LOADS, SATURATED, RunRecord
+
+
+def draw(record: RunRecord, target: Path) -> None:
+    """Write one PNG of a run."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    _throughput(axes[0], record)
+    for ax, load in zip(axes[1:], LOADS, strict=True):
+        _first_tokens(ax, record, load)
+    axes[1].legend(fontsize=7)
+    figure.suptitle(f"{record.workload}: {record.facts['model']} on {record.facts['machine']['cpu']}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Without the version of matplotlib in it, the same figures give the same file.
+    figure.savefig(target, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _throughput(ax: Any, record: RunRecord) -> None:
+    names, measured, allowed = [], [], []
+    for way in record.ways:
+        compared = record.comparison(way, SATURATED)
+        if compared is not None:
+            names.append(way.way)
+            measured.append(compared.throughput_ratio)
+            allowed.append(compared.token_ratio)
+    places = range(len(names))
+    ax.barh([place - 0.2 for place in places], measured, height=0.4, label="measured")
+    ax.barh([place + 0.2 for place in places], allowed, height=0.4, label="what computed tokens allow")
+    ax.set_yticks(list(places), names, fontsize=8)
+    ax.invert_yaxis()
+    ax.set(xlabel="throughput over prefix caching's", title=SATURATED)
+    ax.legend(fontsize=7)
+    ax.grid(alpha=0.3, axis="x")
+
+
+def _first_tokens(ax: Any, record: RunRecord, load: str) -> None:
+    for way in record.ways:
+        if served := way.served.get(load):
+            times_s = sorted(one.ttft_s for one in served)
+            shares = [(rank + 1) / len(times_s) for rank in range(len(times_s))]
+            ax.step(times_s, shares, where="post", lw=1, label=way.way)
+    ax.set(xlabel="time to first token (s)", ylabel="share of requests", title=load, xscale="log")
+    ax.grid(alpha=0.3)
