@@ -9,16 +9,14 @@ from functools import partial
 from itertools import count, islice
 
 from benchmarks.scale_bench.measuring import SizeRow, resident_bytes, time_each
-from benchmarks.store_bench.made import SEED, TENANT, chunk_key, digest, meta_of, profile
+from benchmarks.store_bench.made import REQUEST_CHUNKS, SEED, TENANT, made_request, meta_of, profile
 
-from cachecraft_rag.chunks import AttentionProfile, RecordMeta, Span
+from cachecraft_rag.chunks import AttentionProfile, RecordMeta
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.planner.build import build_plan
 from cachecraft_rag.planner.plan import PlanRequest, ReusePlan
 from cachecraft_rag.store.host import HostChunkStore
-from cachecraft_rag.vllm_connector.messages import ChunkRef
 
-REQUEST_CHUNKS = 10
 CHUNK_TOKENS = 400
 RECORD_BYTES = 1
 """KV is faked by its size alone: the books are full when there are as many records as chunks."""
@@ -55,10 +53,10 @@ def _calls(
 ) -> Iterator[tuple[str, Iterator[Request]]]:
     dice = random.Random(SEED)
     default = STRATEGIES[0]
-    many = [_request(dice, num_chunks, default) for _ in range(num_requests)]
+    many = [made_request(dice, num_chunks, default, CHUNK_TOKENS) for _ in range(num_requests)]
     yield "look-up", (partial(_look_up, store, request) for request in many)
     for strategy in STRATEGIES:
-        asked = [_request(dice, num_chunks, strategy) for _ in range(num_requests)]
+        asked = [made_request(dice, num_chunks, strategy, CHUNK_TOKENS) for _ in range(num_requests)]
         yield f"look-up and plan, {strategy}", (partial(_plan, store, request) for request in asked)
     yield f"with pins, {default}", (partial(_plan_and_pin, store, request) for request in many)
     stored_profile = profile(CHUNK_TOKENS)
@@ -67,28 +65,6 @@ def _calls(
     yield (
         f"store {REQUEST_CHUNKS} new, evicting as many",
         (partial(_store, store, each, stored_profile) for each in islice(metas, num_requests)),
-    )
-
-
-def _request(dice: random.Random, num_chunks: int, strategy: str) -> PlanRequest:
-    """Stored chunks at random behind tokens never seen, so that none is exact."""
-    config = CacheCraftConfig()
-    numbers = dice.sample(range(num_chunks), REQUEST_CHUNKS)
-    chunks = tuple(
-        ChunkRef(
-            Span(place * CHUNK_TOKENS, (place + 1) * CHUNK_TOKENS),
-            chunk_key(number),
-            digest("new prefix", number),
-        )
-        for place, number in enumerate(numbers)
-    )
-    return PlanRequest(
-        num_tokens=REQUEST_CHUNKS * CHUNK_TOKENS + 100,
-        chunks=chunks,
-        strategy=strategy,
-        alpha=config.alpha,
-        share=config.share,
-        granularity=config.granularity,
     )
 
 

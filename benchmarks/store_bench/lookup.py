@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.store_bench.made import (
-    CHUNK_TOKENS,
     SEED,
     TENANT,
     chunk_key,
     closing_store,
-    digest,
+    made_request,
     meta_of,
     percentile,
     profile,
@@ -21,16 +20,13 @@ from benchmarks.store_bench.made import (
 )
 from benchmarks.store_bench.places import Places
 
-from cachecraft_rag.chunks import Span
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.planner.build import build_plan
 from cachecraft_rag.planner.plan import PlanRequest
 from cachecraft_rag.store.cold import ColdStore
 from cachecraft_rag.store.host import HostChunkStore
 from cachecraft_rag.store.record_format import BlobEntry
-from cachecraft_rag.vllm_connector.messages import ChunkRef
 
-REQUEST_CHUNKS = 10
 NUM_VARIANTS = 2
 """As many as the store keeps of a chunk unless told otherwise."""
 NUM_WARM_UP = 50
@@ -89,7 +85,7 @@ def _measure_size(num_chunks: int, num_requests: int) -> Iterator[LookupRow]:
     store = filled_store(num_chunks)
     dice = random.Random(SEED)
     for strategy in STRATEGIES:
-        times = [_time_request(store, _request(dice, num_chunks, strategy)) for _ in range(num_requests)]
+        times = [_time_request(store, made_request(dice, num_chunks, strategy)) for _ in range(num_requests)]
         lookups, plans, plans_cpu, with_pins = zip(*times[NUM_WARM_UP:], strict=True)
         figures = [
             percentile(of_step, percent, US)
@@ -102,28 +98,6 @@ def _measure_size(num_chunks: int, num_requests: int) -> Iterator[LookupRow]:
             for percent in percents
         ]
         yield LookupRow(num_chunks, store.stats().num_records, strategy, *figures)
-
-
-def _request(dice: random.Random, num_chunks: int, strategy: str) -> PlanRequest:
-    """Chunks at random behind tokens that were never seen, so that nothing is exact."""
-    config = CacheCraftConfig()
-    numbers = dice.sample(range(num_chunks), REQUEST_CHUNKS)
-    chunks = tuple(
-        ChunkRef(
-            Span(place * CHUNK_TOKENS, (place + 1) * CHUNK_TOKENS),
-            chunk_key(number),
-            digest("new prefix", number),
-        )
-        for place, number in enumerate(numbers)
-    )
-    return PlanRequest(
-        num_tokens=(REQUEST_CHUNKS + 1) * CHUNK_TOKENS,
-        chunks=chunks,
-        strategy=strategy,
-        alpha=config.alpha,
-        share=config.share,
-        granularity=config.granularity,
-    )
 
 
 def _time_request(store: HostChunkStore, request: PlanRequest) -> tuple[float, float, float, float]:

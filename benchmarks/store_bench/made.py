@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cachecraft_rag.chunks import AttentionProfile, ChunkKey, DocumentRef, RecordMeta
+from cachecraft_rag.chunks import AttentionProfile, ChunkKey, DocumentRef, RecordMeta, Span
+from cachecraft_rag.config import CacheCraftConfig
+from cachecraft_rag.planner.plan import PlanRequest
 from cachecraft_rag.store.codecs import DTYPES
 from cachecraft_rag.store.cold import ColdStore
 from cachecraft_rag.store.record_format import KV, ArrayForm
+from cachecraft_rag.vllm_connector.messages import ChunkRef
 
 Array = NDArray[Any]
 
@@ -23,6 +27,7 @@ TENANT = "tenant"
 SEED = 4
 CHUNK_TOKENS = 128
 NUM_PREFIX_CHUNKS = 4
+REQUEST_CHUNKS = 10
 
 
 def digest(*parts: object) -> str:
@@ -97,3 +102,27 @@ def closing_store(cold: ColdStore) -> Iterator[ColdStore]:
         yield cold
     finally:
         cold.close()
+
+
+def made_request(
+    dice: random.Random, num_chunks: int, strategy: str, chunk_tokens: int = CHUNK_TOKENS
+) -> PlanRequest:
+    """Stored chunks at random behind tokens that were never seen, so that nothing is exact."""
+    config = CacheCraftConfig()
+    numbers = dice.sample(range(num_chunks), REQUEST_CHUNKS)
+    chunks = tuple(
+        ChunkRef(
+            Span(place * chunk_tokens, (place + 1) * chunk_tokens),
+            chunk_key(number),
+            digest("new prefix", number),
+        )
+        for place, number in enumerate(numbers)
+    )
+    return PlanRequest(
+        num_tokens=(REQUEST_CHUNKS + 1) * chunk_tokens,
+        chunks=chunks,
+        strategy=strategy,
+        alpha=config.alpha,
+        share=config.share,
+        granularity=config.granularity,
+    )

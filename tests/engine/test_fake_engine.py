@@ -120,3 +120,12 @@ def test_closed_fake_says_so() -> None:
         pass
     with pytest.raises(EngineClosedError):
         engine.complete("x")
+
+
+def test_one_moved_chunk_makes_the_reason() -> None:
+    """An answer that is approximate by one chunk is not called exact for another one's sake."""
+    engine, last = FakeEngine(), Chunk("The king slept.")
+    engine.complete(prompt_of(RIVER, QUEEN, last), chunks=[RIVER, QUEEN, last])
+    report = engine.complete(prompt_of(RIVER, last, QUEEN)).report
+    assert report.decisions() == {"exact": 1, "reused": 2}
+    assert report.reason is Reason.OTHER_PREFIX

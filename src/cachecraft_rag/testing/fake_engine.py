@@ -378,7 +378,8 @@ def _request_reason(options: CallOptions, reports: Sequence[ChunkReport]) -> Rea
     if not present:
         return Reason.NO_CHUNKS
     reused = [report for report in present if report.num_reused_tokens]
-    return (reused or present)[0].reason
+    moved = [report for report in reused if report.reason is not Reason.SAME_PREFIX]
+    return (moved or reused or present)[0].reason
 
 
 def _deltas(completion: Completion) -> Iterator[CompletionDelta]:
