@@ -28,7 +28,7 @@ from cachecraft_rag.segments.layout import build_layout
 from cachecraft_rag.store.host import HostChunkStore
 from cachecraft_rag.vllm_connector.messages import RequestSpec
 from cachecraft_rag.vllm_connector.orders import capture_targets, make_job
-from cachecraft_rag.vllm_connector.recompute import cut_runs
+from cachecraft_rag.vllm_connector.recompute import take_runs
 from cachecraft_rag.vllm_connector.reports import build_report
 from cachecraft_rag.vllm_connector.request_state import PendingCapture, RequestState
 from cachecraft_rag.vllm_connector.steps import JobFacts, slots_at
@@ -104,7 +104,7 @@ def _steps_after_plan(
     )
     state = RequestState(vllm_request, spec, plan, ran_job=True, first_local_tokens=0)
     block_ids = list(range(-(-len(token_ids) // BLOCK_SIZE)))
-    yield "scheduler", "make the load job", lambda: make_job(state, block_ids, BLOCK_SIZE, [])
+    yield "scheduler", "make the load job", lambda: make_job(state, block_ids, BLOCK_SIZE)
     yield "scheduler", "capture targets", lambda: _targets(state, spec, block_ids)
     measured = np.random.default_rng(SEED).random(live.num_candidates)
     yield "worker", "choose tokens", lambda: live.choose(measured, live.num_tokens)
@@ -147,5 +147,6 @@ def _targets(state: RequestState, spec: RequestSpec, block_ids: list[int]) -> ob
 
 
 def _cut(chosen: tuple[Span, ...], block_ids: np.ndarray) -> None:
-    for piece in cut_runs(chosen, STEP_TOKENS, STEP_TOKENS):
+    while chosen:
+        piece, chosen = take_runs(chosen, STEP_TOKENS, STEP_TOKENS)
         slots_at(block_ids, BLOCK_SIZE, positions_of(piece))
