@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ def make_engine(setup: Setup, in_process: bool = False) -> CacheCraftEngine:
     )
 
 
+def count_worker_records(engine: CacheCraftEngine) -> int:
+    """Records whose KV the worker holds, those being filled included."""
+    running = engine._running
+    assert running is not None
+    (figures,) = engine._live.loop.run(running._backend.collective_rpc("cachecraft_stats"))
+    return int(figures["num_records"] + figures["num_open"])
+
+
 def show_sample(console: Console, sample: Sample) -> None:
     rate = sample.num_questions / sample.time_s
     console.print(
@@ -116,7 +125,12 @@ def main() -> None:
         with make_engine(setup) as engine:
             engine.start()
             soak = Soak(
-                engine, setup.texts, args.in_flight, sample_every, lambda each: show_sample(console, each)
+                engine,
+                setup.texts,
+                args.in_flight,
+                sample_every,
+                partial(count_worker_records, engine),
+                partial(show_sample, console),
             )
             outcome = asyncio.run(soak.run(Churn(setup.mix, SEED).events(args.requests)))
     criteria = judge(outcome)

@@ -33,12 +33,13 @@ class Texts(Protocol):
 
 @dataclass(slots=True)
 class Soak:
-    """One run. `show` is told of every sample."""
+    """One run. `count_worker_records` asks the workers; `show` is told of every sample."""
 
     engine: CacheCraftEngine
     texts: Texts
     num_in_flight: int
     sample_every: int
+    count_worker_records: Callable[[], int]
     show: Callable[[Sample], None]
     _counts: Counter[str] = field(default_factory=Counter)
     _settled: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Soak:
         stats = self.engine.stats()
         leaks = {name: int(stats[name]) for name in LEAKS}
         leaks["lost_blocks"] = num_free_blocks - stats["num_free_blocks"]
-        leaks["records_of_worker_only"] = self._num_worker_records() - stats["num_records"]
+        leaks["records_of_worker_only"] = self.count_worker_records() - stats["num_records"]
         return Outcome(
             samples=self._samples,
             gaps=self._gaps,
@@ -69,12 +70,6 @@ class Soak:
             errors=self._errors,
             counts={name: int(stats[name]) for name in COUNTS},
         )
-
-    def _num_worker_records(self) -> int:
-        running = self.engine._running
-        assert running is not None
-        (figures,) = self.engine._live.loop.run(running._backend.collective_rpc("cachecraft_stats"))
-        return int(figures["num_records"] + figures["num_open"])
 
     async def _work(self, events: Iterator[Event]) -> None:
         for event in events:  # shared with the other workers: each takes the next one
