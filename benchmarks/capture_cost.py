@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.quality.stats import Estimate, bootstrap_mean
+from benchmarks.ttft import PASSAGES, machine, messages, passages_for
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.quality.stats import Estimate, bootstrap_mean
-from benchmarks.ttft import PASSAGES, machine, messages, passages_for
 from cachecraft_rag import CacheCraftConfig, CacheCraftEngine, Chunk, default_model
 
 SEED = 5
