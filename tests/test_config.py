@@ -64,3 +64,10 @@ def test_quotas_are_read_from_the_environment() -> None:
 )
 def test_kv_outlives_an_engine_in_cold_tiers_only(settings: dict[str, Any], outlives: bool) -> None:
     assert CacheCraftConfig(**settings).has_cold_tiers is outlives
+
+
+def test_attention_need_not_be_profiled() -> None:
+    """0 switches the profile off; fewer layers there are none."""
+    assert CacheCraftConfig(num_profile_layers=0).num_profile_layers == 0
+    with pytest.raises(ConfigurationError, match="num_profile_layers is -1"):
+        CacheCraftConfig(num_profile_layers=-1)

@@ -61,7 +61,8 @@ class CacheCraftConfig:
         eviction_policy: what leaves host memory first when it is full, a name of docs/policies.md.
         has_admission: a chunk asked for once pushes out only chunks that were asked for once.
         record_ttl_s: seconds after which stored KV is not used any more; None for no limit.
-        num_profile_layers: layers on which attention is profiled at capture, evenly spaced.
+        num_profile_layers: layers on which attention is profiled at capture, evenly spaced; 0 measures
+            none, and strategies that go by it then repair as if KV fitted nowhere.
         max_known_chunks: chunks remembered for matching by text in later prompts.
         precision_critical: answer every request by full compute.
         max_altered_share: of the chunks passed that reach a prompt, the share a template may have altered.
@@ -130,9 +131,11 @@ class CacheCraftConfig:
             raise ConfigurationError(
                 f"max_output_tokens_for_reuse is {self.max_output_tokens_for_reuse!r}: at least 0"
             )
-        for name in ("granularity", "max_variants_per_chunk", "num_profile_layers", "max_known_chunks"):
+        for name in ("granularity", "max_variants_per_chunk", "max_known_chunks"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: it must be at least 1")
+        if self.num_profile_layers < 0:
+            raise ConfigurationError(f"num_profile_layers is {self.num_profile_layers!r}: 0 measures none")
         if self.min_chunk_tokens < 1:
             raise ConfigurationError(f"min_chunk_tokens is {self.min_chunk_tokens!r}: at least 1")
         if self.host_store_bytes is not None and self.host_store_bytes < 0:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,15 @@ def test_chunks_are_computed_then_reused(vllm_engine: CacheCraftEngine) -> None:
     assert again.token_ids == cold.token_ids
     assert moved.report.ttft_s > 0
     vllm_engine.purge()
+
+
+def test_chunks_are_reused_without_a_profile(tiny_model: Path) -> None:
+    """With no layer profiled, KV is stored and reused all the same, and repaired where it moved."""
+    config = replace(CONFIG, num_profile_layers=0, strategy="cachecraft", self_test=False)
+    with CacheCraftEngine(tiny_model, config=config, **SETTINGS) as engine:
+        ask(engine)
+        assert decisions(ask(engine, read_prefix_cache=False)) == [ChunkDecision.EXACT] * 2
+        assert ChunkDecision.REPAIRED in decisions(ask(engine, SWAPPED, reuse="cachecraft"))
 
 
 def test_async_stream_and_batch_agree(vllm_engine: CacheCraftEngine) -> None:

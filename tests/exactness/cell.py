@@ -56,7 +56,9 @@ def model_folder(cell: dict[str, Any]) -> Path:
         from cachecraft_rag.models import default_model
 
         return default_model()
-    from tiny_models import tiny_model
+    # A script of its own finds only its own folder.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from benchmarks.tiny_models import tiny_model
 
     return tiny_model(cell["model"], Path(cell["root"]))
 

@@ -116,6 +116,13 @@ def test_blocks_of_queries_leave_no_seam(num_tokens: int) -> None:
     assert_matches_reference([make_inputs(make_layer(2, 1), 30, num_tokens)], [(4, 12), (12, 30)])
 
 
+@pytest.mark.parametrize("window", [None, 900])
+def test_blocks_that_many_keys_make_small_leave_no_seam(window: int | None) -> None:
+    """Behind a long prompt fewer queries are taken at a time."""
+    inputs = make_inputs(make_layer(8, 1, window=window), num_before=1_500, num_tokens=60)
+    assert_matches_reference([inputs], [(0, 700), (700, 1_500)])
+
+
 def test_layers_are_averaged() -> None:
     """Every profiled layer counts alike, with its own window and cap."""
     layers = [make_layer(), make_layer(window=16), make_layer(soft_cap=1.0)]

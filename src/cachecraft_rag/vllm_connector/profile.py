@@ -21,7 +21,11 @@ from cachecraft_rag.chunks import AttentionProfile
 from cachecraft_rag.vllm_connector.compat import KVLayer
 
 BLOCK = 128
-"""Query tokens per block: bounds the scores held at once to heads x 128 x keys float32 values."""
+"""Most query tokens whose scores are held at once."""
+_CPU_BLOCK_BYTES = 1 << 20
+"""Scores of one block on a CPU: what fits its cache is measured in half the time of what does not."""
+_DEVICE_BLOCK_BYTES = 64 << 20
+"""The same on a device, where starting a kernel costs more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,33 +86,61 @@ def attention_received(inputs: LayerInputs) -> torch.Tensor:
 
 def _block_sums(inputs: LayerInputs, bounds: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """(T, len(bounds)) mass on each chunk before, and (T,) mass on earlier own tokens; on the CPU."""
-    num_before = inputs.keys.shape[0] - inputs.queries.shape[0]
+    num_keys = inputs.keys.shape[0]
+    num_before = num_keys - inputs.queries.shape[0]
+    # One product with the membership of keys: a sum for each range would be one small call for each.
+    ranges = [*bounds, (num_before, num_keys)]
+    members = torch.zeros(num_keys, len(ranges), device=inputs.keys.device)
+    for place, (first, last) in enumerate(ranges):
+        members[first:last, place] = 1.0
     inter, intra = [], []
     for start, weights in _blocks(inputs):
-        masses = [weights[:, first:last].sum(1) for first, last in bounds]
-        inter.append(torch.stack(masses, 1) if masses else weights.new_zeros(len(weights), 0))
-        diagonal = weights[:, num_before + start :].diagonal()
-        intra.append(weights[:, num_before:].sum(1) - diagonal)
+        masses = weights @ members[: weights.shape[1]]
+        inter.append(masses[:, :-1])
+        intra.append(masses[:, -1] - weights[:, num_before + start :].diagonal())
     return torch.cat(inter).cpu(), torch.cat(intra).cpu()
 
 
 def _blocks(inputs: LayerInputs) -> Iterator[tuple[int, torch.Tensor]]:
     """(first query, softmax weights (B, S') averaged over heads), block by block; keys behind S' are
-    masked for the whole block. The queries' own keys are the last ones."""
-    layer, num_tokens = inputs.layer, inputs.queries.shape[0]
-    num_before = inputs.keys.shape[0] - num_tokens
-    keys = inputs.keys.transpose(0, 1)  # (H, S, D)
-    grouped = inputs.queries.view(num_tokens, layer.num_kv_heads, -1, layer.head_size)
-    for start in range(0, num_tokens, BLOCK):
-        stop = min(start + BLOCK, num_tokens)
+    masked for the whole block. The queries' own keys are the last ones.
+
+    Products are in the model's dtype, as in its own attention, and the softmax in float32.
+    """
+    layer, num_tokens, num_keys = inputs.layer, inputs.queries.shape[0], inputs.keys.shape[0]
+    num_before, group = num_keys - num_tokens, layer.num_heads // layer.num_kv_heads
+    queries = inputs.queries.view(num_tokens, layer.num_kv_heads, group, layer.head_size)
+    queries = (queries * layer.scale).permute(1, 2, 0, 3)  # (H, g, T, D)
+    keys = inputs.keys.permute(1, 2, 0).contiguous()  # (H, D, S)
+    size = _block_tokens(group, num_keys, inputs.keys.device)
+    for start in range(0, num_tokens, size):
+        stop = min(start + size, num_tokens)
         end = num_before + stop  # keys after the block's last query are masked for all of it
-        query = grouped[start:stop].permute(1, 2, 0, 3).flatten(1, 2)  # (H, g * B, D)
-        scores = torch.matmul(query, keys[:, :end].transpose(1, 2)).float() * layer.scale
-        scores = scores.view(layer.num_heads, stop - start, end)
-        if layer.logits_soft_cap:
-            scores = layer.logits_soft_cap * torch.tanh(scores / layer.logits_soft_cap)
-        own = inputs.key_positions[num_before + start : end].unsqueeze(1)
-        seen = inputs.key_positions[:end].unsqueeze(0) <= own
-        if layer.sliding_window is not None:
-            seen &= inputs.key_positions[:end].unsqueeze(0) > own - layer.sliding_window
-        yield start, scores.masked_fill_(~seen, float("-inf")).softmax(-1).mean(0)
+        first_masked, hidden = _hidden(inputs, num_before + start, end)
+        weights = torch.zeros(stop - start, end, device=inputs.keys.device)
+        for head in range(layer.num_kv_heads):
+            query = queries[head, :, start:stop].flatten(0, 1)  # (g * B, D)
+            scores = torch.matmul(query, keys[head, :, :end]).float().view(group, stop - start, end)
+            if layer.logits_soft_cap:
+                scores = layer.logits_soft_cap * torch.tanh(scores / layer.logits_soft_cap)
+            scores[:, :, first_masked:].masked_fill_(hidden, float("-inf"))
+            weights += scores.softmax(-1).sum(0)
+        yield start, weights / layer.num_heads
+
+
+def _block_tokens(group: int, num_keys: int, device: torch.device) -> int:
+    block_bytes = _CPU_BLOCK_BYTES if device.type == "cpu" else _DEVICE_BLOCK_BYTES
+    return max(8, min(BLOCK, block_bytes // (4 * group * num_keys)))
+
+
+def _hidden(inputs: LayerInputs, first: int, end: int) -> tuple[int, torch.Tensor]:
+    """The queries of keys [first, end) do not see all keys: from which key on to look, and which of
+    those are hidden, (end - first, end - that key). Without a window all keys before them are seen."""
+    window = inputs.layer.sliding_window
+    start = first if window is None else 0
+    own = inputs.key_positions[first:end].unsqueeze(1)
+    others = inputs.key_positions[start:end].unsqueeze(0)
+    hidden = others > own
+    if window is not None:
+        hidden |= others <= own - window
+    return start, hidden

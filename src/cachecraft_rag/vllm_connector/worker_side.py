@@ -237,7 +237,7 @@ class WorkerSide:
         layers = {index: index for index in range(len(self._layers))}
         sink = self._new_sink(record.num_tokens + record.num_separator_tokens, layers)
         sink.start = record.start
-        if record.is_scratch:
+        if record.is_scratch or not self._session.profile_layers:
             return sink
         head = self._layers[0]
         shape = (len(self._session.profile_layers), len(sink.filled), head.num_heads, head.head_size)

@@ -1,7 +1,8 @@
 """Tiny models with random weights, one per architecture, saved as Hugging Face folders.
 
 Weights are drawn wide enough that attention is sharp and logits differ: an error in a key's position
-or a mask then changes answers, where the usual initialisation would hide it.
+or a mask then changes answers, where the usual initialisation would hide it. The exactness cells and
+the soak run on them.
 """
 
 from __future__ import annotations
