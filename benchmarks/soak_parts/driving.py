@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -49,6 +49,8 @@ class Soak:
     _faults: list[str] = field(default_factory=list)
     _errors: list[str] = field(default_factory=list)
     _num_asked: int = 0
+    _sampling: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Fair, so that samples are in order."""
     _started_s: float = field(default_factory=time.monotonic)
 
     async def run(self, events: Iterator[Event]) -> Outcome:
@@ -80,7 +82,13 @@ class Soak:
             if event.action is Action.ASK:
                 self._num_asked += 1
                 if self._num_asked % self.sample_every == 0:
-                    await asyncio.to_thread(self._sample, self._num_asked)
+                    # Taken here: while a sample waits for its turn, others go on counting.
+                    num_asked, counts = self._num_asked, self._take_counts()
+                    async with self._sampling:
+                        await asyncio.to_thread(self._sample, num_asked, counts)
+
+    def _take_counts(self) -> dict[str, int]:
+        return {name: self._counts.pop(name, 0) for name in _SUMMED}
 
     async def _carry_out(self, event: Event) -> None:
         if event.action is Action.ASK:
@@ -168,8 +176,7 @@ class Soak:
         self._counts["prompt_tokens"] += out.report.num_prompt_tokens
         self._counts["reused_tokens"] += out.report.num_reused_tokens
 
-    def _sample(self, num_questions: int) -> None:
-        counts = {name: self._counts.pop(name, 0) for name in _SUMMED}
+    def _sample(self, num_questions: int, counts: Mapping[str, int]) -> None:
         faults = self.engine.check()
         self._faults.extend(faults)
         driver = psutil.Process()
