@@ -171,6 +171,8 @@ def any_engine(request: pytest.FixtureRequest) -> Iterator[ChatEngine]:
     with CacheCraftEngine(
         default_model(), config=CacheCraftConfig(self_test=False), dtype="float32", max_model_len=2048
     ) as engine:
+        # Not by the first cell: the workflows among them have a deadline.
+        engine.start()
         yield engine
 
 
