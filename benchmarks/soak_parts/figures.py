@@ -12,8 +12,8 @@ MAX_DECAY = 0.03
 MAX_GAP = 1e-3
 """Float32 log-probabilities closer than this are the same. At a step where the chosen tokens differ they
 are compared too, so that only a tie can pass."""
-MIN_JUDGED_QUESTIONS = 1_000
-"""With fewer, memory and hit rate still follow the filling of the store."""
+MIN_JUDGED_QUESTIONS = 5_000
+"""With fewer, memory still follows the filling of what vLLM keeps for each shape of batch."""
 WIDTH_IN_ERRORS = 2.0
 
 

@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 
 MAX_LEADS = 64
 """Lead buffers kept: the keys of that many different system prompts, on profiled layers only."""
-MAX_ANSWERS = 4096
-"""Reports and replies kept for the driver to fetch."""
+MAX_ANSWERS = 1024
+"""Reports and replies kept for the driver to fetch. Most reports went out with their answer and are never
+fetched, at about 1 KB for each chunk."""
 
 
 class WorkerSide:
