@@ -14,6 +14,7 @@ from langchain_core.indexing import IndexingResult, RecordManager
 from langchain_core.vectorstores import VectorStore
 
 from cachecraft_rag.engine import ChatEngine
+from cachecraft_rag.engine.renewal import renew
 from cachecraft_rag.errors import ConfigurationError, EngineError
 from cachecraft_rag.langchain._capture import Target, target_of
 from cachecraft_rag.langchain._documents import document_chunks, source_of
@@ -129,12 +130,9 @@ class _Changes:
             ) from error
 
     def _renew(self, target: Target, source: str) -> None:
-        current = self._by_source.get(source, [])
-        chunks = document_chunks(current)
-        if chunks and _may_hold_kv(target.engine):
-            target.engine.replace(source, chunks[-1].version, chunks, tenant=target.tenant)
-        else:
-            target.engine.invalidate(source, tenant=target.tenant)
+        chunks = document_chunks(self._by_source.get(source, []))
+        version = chunks[-1].version if chunks else None
+        renew(target.engine, source, version, chunks, tenant=target.tenant)
 
     def _see(self, document: Document) -> None:
         self._texts.add(document.page_content.strip())
@@ -206,10 +204,3 @@ def _check_store(store: VectorStore, *needed: Sequence[Any]) -> None:
                 f"{type(store).__name__} has no {methods[0].__name__}, so what it removes cannot be known: "
                 "use langchain_core.indexing and call engine.invalidate for documents that changed"
             )
-
-
-def _may_hold_kv(engine: ChatEngine) -> bool:
-    """Whether there can be KV of earlier versions. `replace` starts the engine, so it is not asked to
-    where there is none."""
-    config = getattr(engine, "config", None)
-    return engine.is_started or bool(config is not None and config.has_cold_tiers)

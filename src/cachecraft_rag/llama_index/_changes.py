@@ -10,6 +10,7 @@ from llama_index.core.schema import BaseNode, NodeWithScore
 
 from cachecraft_rag.chunks import SHARED_TENANT, Chunk
 from cachecraft_rag.engine.api import ChatEngine
+from cachecraft_rag.engine.renewal import renew
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.llama_index._handle import EngineHandle
 from cachecraft_rag.llama_index._passages import to_rendered_chunks
@@ -78,20 +79,10 @@ class Follower:
 
     def _tell(self, engine: ChatEngine, changes: Changes) -> None:
         for doc_id, chunks in changes.contents():
-            if chunks and _may_hold_kv(engine):
-                engine.replace(doc_id, _version_of(chunks), chunks, tenant=self.tenant)
-            else:
-                engine.invalidate(doc_id, tenant=self.tenant)
+            renew(engine, doc_id, _version_of(chunks), chunks, tenant=self.tenant)
         for chunk in changes.removed_chunks():
             is_shared = self.tenant == SHARED_TENANT
             engine.invalidate_chunk(Chunk(chunk.text, is_shared=is_shared), tenant=self.tenant)
-
-
-def _may_hold_kv(engine: ChatEngine) -> bool:
-    """Whether there can be stored KV that is worth to be sorted out. To replace a document starts the
-    engine, which takes a minute that an ingestion job should not pay for an empty memory."""
-    config = getattr(engine, "config", None)
-    return engine.is_started or (config is not None and config.has_cold_tiers)
 
 
 def _document_of(node: BaseNode) -> str:
