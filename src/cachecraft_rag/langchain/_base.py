@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
+from contextlib import aclosing, closing
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar, cast
 
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, PrivateAttr, SkipValidation
 
 from cachecraft_rag.config import CacheCraftConfig
@@ -18,6 +23,9 @@ from cachecraft_rag.langchain._convert import merge_stop
 PROVIDER = "cachecraft"
 """Our name in LangChain's tracing parameters."""
 _REMOTE_SETTINGS = ("api_key", "max_retries", "timeout")
+
+Piece = TypeVar("Piece", ChatGenerationChunk, GenerationChunk)
+"""A piece of a streamed answer, as LangChain has it."""
 
 
 class EngineBacked(BaseModel):
@@ -116,6 +124,14 @@ class EngineBacked(BaseModel):
             **self._options(None, {}),
         }
 
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        # Of LangChain's class, which stands behind this one among the bases.
+        params: LangSmithParams = super()._get_ls_params(  # type: ignore[misc]
+            stop=merge_stop(self.stop, stop), **kwargs
+        )
+        params["ls_provider"] = PROVIDER
+        return params
+
     def _options(self, stop: list[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The engine's options: this call's over the constructor's; None means not given."""
         own = ("temperature", "max_tokens", "reuse", "recompute_ratio", "tenant")
@@ -124,6 +140,37 @@ class EngineBacked(BaseModel):
         # LangChain's own switch between whole and streamed answers.
         options.pop("stream", None)
         return given(options)
+
+    def _pieces(
+        self,
+        deltas: Iterator[CompletionDelta],
+        to_piece: Callable[[CompletionDelta, str], Piece],
+        run_manager: CallbackManagerForLLMRun | None,
+    ) -> Iterator[Piece]:
+        """The pieces of an answer, each after callbacks were told of it."""
+        # Closed with this iterator, which aborts the request.
+        with closing(cast(Generator[CompletionDelta, None, None], deltas)):
+            for delta in deltas:
+                self._note(delta)
+                piece = to_piece(delta, self.model_name)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(delta.text, chunk=piece)
+                yield piece
+
+    async def _apieces(
+        self,
+        deltas: AsyncIterator[CompletionDelta],
+        to_piece: Callable[[CompletionDelta, str], Piece],
+        run_manager: AsyncCallbackManagerForLLMRun | None,
+    ) -> AsyncIterator[Piece]:
+        """`_pieces`, awaited."""
+        async with aclosing(cast(AsyncGenerator[CompletionDelta, None], deltas)):
+            async for delta in deltas:
+                self._note(delta)
+                piece = to_piece(delta, self.model_name)
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(delta.text, chunk=piece)
+                yield piece
 
     def _note(self, answer: Completion | CompletionDelta) -> None:
         """Remember the report of a finished answer."""

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import aclosing, closing
-from typing import Any, cast
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
-from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from pydantic import BaseModel
 
-from cachecraft_rag.engine import Completion, CompletionDelta
+from cachecraft_rag.engine import Completion
 from cachecraft_rag.errors import InvalidRequestError
-from cachecraft_rag.langchain._base import PROVIDER, EngineBacked, given
-from cachecraft_rag.langchain._convert import chat_result, engine_messages, merge_stop, stream_chunk
+from cachecraft_rag.langchain._base import EngineBacked, given
+from cachecraft_rag.langchain._convert import chat_result, engine_messages, stream_chunk
 from cachecraft_rag.langchain._structured import (
     Schema,
     check_method,
@@ -163,11 +161,6 @@ class ChatCacheCraft(EngineBacked, BaseChatModel):
         }
         return {**options, **given(translated)}
 
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=merge_stop(self.stop, stop), **kwargs)
-        params["ls_provider"] = PROVIDER
-        return params
-
     def _generate(
         self,
         messages: list[BaseMessage],
@@ -197,15 +190,9 @@ class ChatCacheCraft(EngineBacked, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         options = self._options(stop, kwargs)
         deltas = self.chat_engine.stream_chat(engine_messages(messages), **options)
-        # Closed with this iterator, which aborts the request.
-        with closing(cast(Generator[CompletionDelta, None, None], deltas)):
-            for delta in deltas:
-                chunk = self._chunk(delta)
-                if run_manager is not None:
-                    run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                yield chunk
+        return self._pieces(deltas, stream_chunk, run_manager)
 
-    async def _astream(
+    def _astream(
         self,
         messages: list[BaseMessage],
         stop: list[str] | None = None,
@@ -214,17 +201,8 @@ class ChatCacheCraft(EngineBacked, BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         options = self._options(stop, kwargs)
         deltas = self.chat_engine.astream_chat(engine_messages(messages), **options)
-        async with aclosing(cast(AsyncGenerator[CompletionDelta, None], deltas)):
-            async for delta in deltas:
-                chunk = self._chunk(delta)
-                if run_manager is not None:
-                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                yield chunk
+        return self._apieces(deltas, stream_chunk, run_manager)
 
     def _result(self, completion: Completion) -> ChatResult:
         self._note(completion)
         return chat_result(completion, self.model_name)
-
-    def _chunk(self, delta: CompletionDelta) -> ChatGenerationChunk:
-        self._note(delta)
-        return stream_chunk(delta, self.model_name)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, closing
-from typing import Any, cast
+from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import GenerationChunk, LLMResult
 
-from cachecraft_rag.engine import Completion, CompletionDelta
-from cachecraft_rag.langchain._base import PROVIDER, EngineBacked
-from cachecraft_rag.langchain._convert import llm_result, merge_stop, text_chunk
+from cachecraft_rag.engine import Completion
+from cachecraft_rag.langchain._base import EngineBacked
+from cachecraft_rag.langchain._convert import llm_result, text_chunk
 
 _MAX_THREADS = 64
 
@@ -40,11 +38,6 @@ class CacheCraftCompletion(EngineBacked, BaseLLM):
         llm = CacheCraftCompletion(model=default_model(), max_tokens=64)
         text = llm.invoke("The capital of France is")
     """
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=merge_stop(self.stop, stop), **kwargs)
-        params["ls_provider"] = PROVIDER
-        return params
 
     def _generate(
         self,
@@ -83,15 +76,9 @@ class CacheCraftCompletion(EngineBacked, BaseLLM):
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
         deltas = self.chat_engine.stream_complete(prompt, **self._options(stop, kwargs))
-        # Closed with this iterator, which aborts the request.
-        with closing(cast(Generator[CompletionDelta, None, None], deltas)):
-            for delta in deltas:
-                chunk = self._chunk(delta)
-                if run_manager is not None:
-                    run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                yield chunk
+        return self._pieces(deltas, text_chunk, run_manager)
 
-    async def _astream(
+    def _astream(
         self,
         prompt: str,
         stop: list[str] | None = None,
@@ -99,18 +86,9 @@ class CacheCraftCompletion(EngineBacked, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
         deltas = self.chat_engine.astream_complete(prompt, **self._options(stop, kwargs))
-        async with aclosing(cast(AsyncGenerator[CompletionDelta, None], deltas)):
-            async for delta in deltas:
-                chunk = self._chunk(delta)
-                if run_manager is not None:
-                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                yield chunk
+        return self._apieces(deltas, text_chunk, run_manager)
 
     def _result(self, completions: list[Completion]) -> LLMResult:
         for completion in completions:
             self._note(completion)
         return llm_result(completions, self.model_name)
-
-    def _chunk(self, delta: CompletionDelta) -> GenerationChunk:
-        self._note(delta)
-        return text_chunk(delta, self.model_name)
