@@ -9,6 +9,7 @@ from typing import Any
 
 from cachecraft_rag.engine.json_schema import as_json, check_schema
 from cachecraft_rag.errors import InvalidRequestError
+from cachecraft_rag.segments.messages import named_function
 
 Tool = Mapping[str, Any]
 """In OpenAI's form: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}`,
@@ -111,14 +112,14 @@ class ToolOptions:
 
 
 def _name_of(index: int, tool: object) -> str:
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+    function = named_function(tool)
+    if function is None:
         raise InvalidRequestError(
             f"tools[{index}] is {tool!r}: a tool has the form "
             '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
         )
     as_json(f"tools[{index}]", function)
+    name: str = function["name"]
     if function.get("parameters") is not None:
         check_schema(f"parameters of tool {name!r}", function["parameters"])
     return name

@@ -84,16 +84,23 @@ def _plain_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _plain_call(where: str, call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+    function = named_function(call)
+    if function is None:
         raise InvalidRequestError(
             f"{where} is {call!r}: a tool call has the form "
             '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
         )
+    name = function["name"]
     arguments = _plain_arguments(where, function.get("arguments"))
     named = {} if call.get("id") is None else {"id": call["id"]}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def named_function(entry: object) -> Mapping[str, Any] | None:
+    """The function of a tool, or of a call of one, in OpenAI's form; None where it has none with a name."""
+    function = entry.get("function") if isinstance(entry, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return function if isinstance(function, Mapping) and isinstance(name, str) and name else None
 
 
 def _plain_arguments(where: str, arguments: Any) -> dict[str, Any]:
