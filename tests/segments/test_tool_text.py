@@ -65,6 +65,25 @@ def test_what_a_template_knows_is_found_by_rendering(chatml, template: str, expe
     assert shows_tools(with_template(chatml, template)) is expected
 
 
+def test_a_template_is_asked_once_what_it_knows(chatml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later requests render their own messages only; another template is asked anew."""
+    tokenizer = copy.copy(chatml.tokenizer)
+    first = rendered(tokenizer, [USER], [TOOL])
+    asked: list[str] = []
+    render = tokenizer.apply_chat_template
+
+    def record(messages: Any, **options: Any) -> Any:
+        asked.extend(message["content"] for message in messages)
+        return render(messages, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", record)
+    assert rendered(tokenizer, [USER], [TOOL]) == first
+    assert "?" not in asked
+    tokenizer.chat_template = KNOWS_TOOLS
+    assert rendered(tokenizer, [USER], [TOOL]).startswith("TOOLS search\n")
+    assert "?" in asked
+
+
 def test_a_template_that_knows_tools_gets_them(chatml) -> None:
     """Tools go to the template as they are, and arguments parsed, whether they came as text or not."""
     tokenizer = with_template(chatml, KNOWS_TOOLS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from cachecraft_rag.errors import InvalidRequestError
 from cachecraft_rag.segments.contents import locate_contents
@@ -47,8 +49,9 @@ def render_chat(
             "with a finished prompt"
         )
     template = partial(_apply, tokenizer, add_generation_prompt)
-    is_text = (bool(tools) or any(map(_is_about_tools, plain))) and not knows_tools(template)
-    in_system = is_text and takes_system(template)
+    shown = _shown_by(tokenizer) if tools or any(map(_is_about_tools, plain)) else None
+    is_text = shown is not None and not shown.tools
+    in_system = shown is not None and shown.system
 
     def render(contents: Sequence[str]) -> str:
         filled = [{**message, "content": content} for message, content in zip(plain, contents, strict=True)]
@@ -63,7 +66,29 @@ def render_chat(
 
 def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer has a chat template that shows tools."""
-    return bool(tokenizer.chat_template) and knows_tools(partial(_apply, tokenizer, True))
+    return bool(tokenizer.chat_template) and _shown_by(tokenizer).tools
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What a chat template shows of a chat."""
+
+    template: Any
+    tools: bool
+    system: bool
+
+
+_shown: WeakKeyDictionary[PreTrainedTokenizerBase, _Shown] = WeakKeyDictionary()
+
+
+def _shown_by(tokenizer: PreTrainedTokenizerBase) -> _Shown:
+    """Found by rendering, once for a tokenizer; once more when it was given another template."""
+    known = _shown.get(tokenizer)
+    if known is None or known.template != tokenizer.chat_template:
+        render = partial(_apply, tokenizer, True)
+        known = _Shown(tokenizer.chat_template, knows_tools(render), takes_system(render))
+        _shown[tokenizer] = known
+    return known
 
 
 def _is_about_tools(message: PlainMessage) -> bool:
