@@ -13,10 +13,8 @@ import json
 import multiprocessing
 import platform
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +23,12 @@ from benchmarks.scale_bench.pauses import measure_pauses
 from benchmarks.scale_bench.request_path import measure_request_path
 from benchmarks.scale_bench.scheduler import measure_scheduler
 from benchmarks.scale_bench.threads import measure_threads
-from benchmarks.store import WIDTH, table
+from benchmarks.tables import WIDTH, Part, measure_parts
 from rich.console import Console
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 THREADS = (1, 2, 4, 8, 16, 32, 64)
 THREADS_SIZE = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One table; each of `runs` is a function and its arguments, for a process of its own."""
-
-    name: str
-    title: str
-    runs: Sequence[tuple[Callable[..., Any], tuple[int, ...]]]
 
 
 def parts(args: argparse.Namespace) -> list[Part]:
@@ -70,19 +59,18 @@ def parts(args: argparse.Namespace) -> list[Part]:
     ]
 
 
-def _each(
-    measure: Callable[..., Any], arguments: Sequence[tuple[int, ...]]
-) -> list[tuple[Callable[..., Any], tuple[int, ...]]]:
-    return [(measure, each) for each in arguments]
+def _each(measure: Callable[..., Any], arguments: Sequence[tuple[int, ...]]) -> Callable[[], list[Any]]:
+    """Calls `measure` with each of the arguments in turn, each time in a process of its own."""
 
+    def rows() -> list[Any]:
+        found: list[Any] = []
+        for each in arguments:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                measured = pool.submit(measure, *each).result()
+            found += measured if isinstance(measured, list) else [measured]
+        return found
 
-def rows_of(part: Part) -> list[Any]:
-    found: list[Any] = []
-    for measure, arguments in part.runs:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            rows = pool.submit(measure, *arguments).result()
-        found += rows if isinstance(rows, list) else [rows]
-    return found
+    return rows
 
 
 def commit() -> str:
@@ -112,14 +100,8 @@ def main() -> None:
         "python": platform.python_version(),
         "commit": commit(),
     }
-    for part in parts(args):
-        if args.parts and part.name not in args.parts:
-            continue
-        start_s = time.perf_counter()
-        rows = rows_of(part)
-        console.print(table(part.title, rows))
-        console.print(f"{part.name}: {time.perf_counter() - start_s:.1f} s\n")
-        found[part.name] = [asdict(row) for row in rows]
+    chosen = [part for part in parts(args) if not args.parts or part.name in args.parts]
+    found |= measure_parts(chosen, console)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +21,11 @@ from benchmarks.store_bench.growth import measure_growth
 from benchmarks.store_bench.lookup import measure_finds, measure_lookups
 from benchmarks.store_bench.places import Places, open_places
 from benchmarks.store_bench.precision import measure_codecs
+from benchmarks.tables import WIDTH, Part, measure_parts
 from rich.console import Console
-from rich.table import Table
 
 SMALLER_SIZES = (1_000, 10_000)
 COLD_SIZES = (200, 2_000)
-WIDTH = 150
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One table; `measure` gives its rows, records of one kind with units in their names."""
-
-    name: str
-    title: str
-    measure: Callable[[], Sequence[Any]]
 
 
 def parts(args: argparse.Namespace, places: Places) -> list[Part]:
@@ -73,23 +60,6 @@ def parts(args: argparse.Namespace, places: Places) -> list[Part]:
     ]
 
 
-def table(title: str, rows: Sequence[Any]) -> Table:
-    found = Table(title=title)
-    for name, value in asdict(rows[0]).items():
-        heading = name.replace("_", " ").replace(" us", " µs")
-        found.add_column(heading, justify="left" if isinstance(value, str) else "right")
-    for row in rows:
-        found.add_row(*map(cell, asdict(row).values()))
-    return found
-
-
-def cell(value: object) -> str:
-    """Three digits that count, or all of a whole number."""
-    if not isinstance(value, float):
-        return f"{value:,}" if isinstance(value, int) else str(value)
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.store",
@@ -108,18 +78,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    # Wide, so that cells stay whole where the output is no terminal.
     console = Console(width=WIDTH)
     found: dict[str, Any] = {"machine": platform.platform(), "python": platform.python_version()}
     with open_places(args.dir) as places:
         if places.no_redis:
             console.print(f"Redis is left out: {places.no_redis}")
-        for part in parts(args, places):
-            start_s = time.perf_counter()
-            rows = part.measure()
-            console.print(table(part.title, rows))
-            console.print(f"{part.name}: {time.perf_counter() - start_s:.1f} s\n")
-            found[part.name] = [asdict(row) for row in rows]
+        found |= measure_parts(parts(args, places), console)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 
