@@ -54,20 +54,8 @@ def encode_length(texts: Sequence[str]) -> np.ndarray:
     return np.array([[1.0, len(text)] for text in texts], dtype=np.float32)
 
 
-class TestChatUnit(ChatModelUnitTests):
-    """Construction and tracing parameters."""
-
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatCacheCraft
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return {"engine": FakeEngine(answer)}
-
-
-class TestChatIntegration(ChatModelIntegrationTests):
-    """Calls, streams, events, batches, tools, structured answers and usage."""
+class Chat:
+    """What the suites are told of our chat model, on the fake engine if not said otherwise."""
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -86,14 +74,37 @@ class TestChatIntegration(ChatModelIntegrationTests):
         return {"invoke": ["cache_read_input", "cache_creation_input"], "stream": []}
 
     def invoke_with_cache_creation_input(self, *, stream: bool = False) -> AIMessage:
-        return ChatCacheCraft(**self.chat_model_params).invoke(PASSAGE, chunks=[Chunk(PASSAGE)])
+        # Another passage than that which may be stored by now.
+        passage = "The mill on the Elm was built in 1612 and burnt down twice, in 1740 and in 1866."
+        llm = ChatCacheCraft(**self.chat_model_params)
+        return llm.invoke(f"Read: {passage}", chunks=[Chunk(passage)])
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
         llm = ChatCacheCraft(**self.chat_model_params)
-        llm.invoke(PASSAGE, chunks=[Chunk(PASSAGE)])
-        answer = llm.invoke(PASSAGE)
+        llm.invoke(f"Read: {PASSAGE}", chunks=[Chunk(PASSAGE)])
+        answer = llm.invoke(f"Read this again, please: {PASSAGE}")
         assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
         return answer
+
+
+class Retriever:
+    """What the suite is told of our retriever."""
+
+    @property
+    def retriever_constructor(self) -> type[BaseRetriever]:
+        return CacheCraftRetriever
+
+    @property
+    def retriever_query_example(self) -> str:
+        return "When was the bridge rebuilt?"
+
+
+class TestChatUnit(Chat, ChatModelUnitTests):
+    """Construction and tracing parameters."""
+
+
+class TestChatIntegration(Chat, ChatModelIntegrationTests):
+    """Calls, streams, events, batches, tools, structured answers and usage."""
 
 
 class TestChatIntegrationByTools(TestChatIntegration):
@@ -113,24 +124,12 @@ def shared_engine() -> Iterator[None]:
 
 @pytest.mark.engine
 @pytest.mark.usefixtures("shared_engine")
-class TestChatEngine(ChatModelIntegrationTests):
+class TestChatEngine(Chat, ChatModelIntegrationTests):
     """The suite on the embedded model, which has 135 million parameters and no tool template."""
-
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatCacheCraft
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
         return real_settings()
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return True
-
-    @property
-    def supported_usage_metadata_details(self) -> dict[str, Any]:
-        return {"invoke": ["cache_read_input", "cache_creation_input"], "stream": []}
 
     @property
     def structured_output_kwargs(self) -> dict[str, Any]:
@@ -138,16 +137,8 @@ class TestChatEngine(ChatModelIntegrationTests):
         return {"method": "json_schema", "temperature": 0.7, "seed": 1, "max_tokens": 256}
 
     def invoke_with_cache_creation_input(self, *, stream: bool = False) -> AIMessage:
-        passage = "The mill on the Elm was built in 1612 and burnt down twice, in 1740 and in 1866."
-        answer = ChatCacheCraft(**real_settings()).invoke(f"Read: {passage}", chunks=[Chunk(passage)])
+        answer = super().invoke_with_cache_creation_input(stream=stream)
         assert answer.usage_metadata["input_token_details"]["cache_creation"] > 0
-        return answer
-
-    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
-        llm = ChatCacheCraft(**real_settings())
-        llm.invoke(f"Read: {PASSAGE}", chunks=[Chunk(PASSAGE)])
-        answer = llm.invoke(f"Read this again, please: {PASSAGE}")
-        assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
         return answer
 
     @pytest.mark.xfail(reason=WRONG_NUMBER, strict=False)
@@ -177,12 +168,8 @@ class TestChatEngine(ChatModelIntegrationTests):
         super().test_json_mode(model)
 
 
-class TestRetriever(RetrieversIntegrationTests):
+class TestRetriever(Retriever, RetrieversIntegrationTests):
     """Calls with and without `k`."""
-
-    @property
-    def retriever_constructor(self) -> type[BaseRetriever]:
-        return CacheCraftRetriever
 
     @property
     def retriever_constructor_params(self) -> dict[str, Any]:
@@ -192,26 +179,14 @@ class TestRetriever(RetrieversIntegrationTests):
         assert isinstance(dense, DenseRetriever)
         return {"base_retriever": dense, "llm": llm}
 
-    @property
-    def retriever_query_example(self) -> str:
-        return "When was the bridge rebuilt?"
-
 
 @pytest.mark.engine
 @pytest.mark.usefixtures("shared_engine")
-class TestRetrieverEngine(RetrieversIntegrationTests):
+class TestRetrieverEngine(Retriever, RetrieversIntegrationTests):
     """The same with the embedded embedding model, in front of a real engine."""
-
-    @property
-    def retriever_constructor(self) -> type[BaseRetriever]:
-        return CacheCraftRetriever
 
     @property
     def retriever_constructor_params(self) -> dict[str, Any]:
         documents = [Document(page_content=f"{PASSAGE} Note {i}.") for i in range(5)]
         llm = ChatCacheCraft(**real_settings())
         return {"base_retriever": DenseRetriever.from_documents(documents), "llm": llm}
-
-    @property
-    def retriever_query_example(self) -> str:
-        return "When was the bridge rebuilt?"
