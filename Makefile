@@ -3,7 +3,7 @@
 #   PYTHON=...    interpreter for .venv (3.11 is what the lock is made for)
 #   PIP_ARGS=...  more arguments for pip, for example an index that has CPU builds of torch
 #   PYTEST_ARGS=, BENCH_ARGS=, QUALITY_ARGS=, LOCK_ARGS=  more arguments for those programs
-#   EXACTNESS_WORKERS=...  cells of `make exactness` at a time
+#   EXACTNESS_WORKERS=...  cells of `make exactness` at a time; NOTEBOOK_WORKERS=... notebooks
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
@@ -13,6 +13,7 @@ QUALITY_ARGS ?= report
 LOCK_ARGS ?=
 NOTEBOOK ?=
 EXACTNESS_WORKERS ?= 2
+NOTEBOOK_WORKERS ?= 2
 
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo -n)
 VENV := .venv
@@ -68,7 +69,7 @@ lint: venv ## ruff, mypy and the import contracts
 	$(VENV)/bin/lint-imports
 
 notebooks: model ## run the example notebooks
-	$(RUN) -m pytest --nbmake --nbmake-timeout=900 examples/notebooks $(PYTEST_ARGS)
+	$(RUN) -m pytest --nbmake --nbmake-timeout=900 -n $(NOTEBOOK_WORKERS) examples/notebooks $(PYTEST_ARGS)
 
 outputs: model ## run them and write their outputs, from the .py files beside them; NOTEBOOK=name writes one
 	$(RUN) examples/write_outputs.py $(NOTEBOOK)
