@@ -2,7 +2,7 @@
 
     python benchmarks/ttft.py                                   1k to 7k tokens, default model
     python benchmarks/ttft.py --model gemma3 --contexts 16000   one long context
-    python benchmarks/ttft.py --contexts 300 --repeats 1 --json /tmp/ttft.json    to see that it works
+    python benchmarks/ttft.py --contexts 600 --repeats 1 --json ttft.json    to see that it works
 
 Every figure is the median of `--repeats` calls, from the call to the first token, in one run: the ways take
 turns, each time over the same passages in another order. All chunks are in the store. Prefix caching finds
@@ -27,7 +27,7 @@ from benchmarks.common.text_table import show
 from benchmarks.engine_replay_parts.texts import DATA, CountTokens, token_counter
 from benchmarks.quality.models import MODELS, QaModel
 from benchmarks.ttft_parts.estimate import PROBE_TOKENS, ModelSize, estimate_s
-from benchmarks.ttft_parts.measure import Asker, measure
+from benchmarks.ttft_parts.measure import Asker, check_orders, measure
 from benchmarks.ttft_parts.record import RESULTS, Point, add_point, read
 from benchmarks.ttft_parts.tables import aims_table, detail_table, efficiency_table, overview_table
 from benchmarks.ttft_parts.ways import Way, make_ways
@@ -98,11 +98,12 @@ def main() -> None:
     target = args.json or RESULTS / f"{args.model}-{args.dtype}.json"
     ways = make_ways(args.strategies, args.ratios, args.granularities)
     count = token_counter(model.folder())
+    prompts = {context: passages_for(context, count, all_texts(args.data)) for context in args.contexts}
+    check_orders(prompts.values())
     with open_engine(model, engine_args) as engine:
         asker = Asker(engine, model)
         announce(asker, count, ways, args, console)
-        for context in args.contexts:
-            passages = passages_for(context, count, all_texts(args.data))
+        for context, passages in prompts.items():
             measured = measure(asker, passages, ways, args.repeats, f"{context} tokens")
             point = Point(context, facts, measured)
             add_point(target, point)  # what was measured outlives a later failure

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common.text_table import TextTable, markdown
+from benchmarks.quality.curves import plot_estimates
 from benchmarks.quality.results import RESULTS as QUALITY_RESULTS
 from benchmarks.quality.results import result_files
 from benchmarks.quality.stats import Estimate
@@ -105,8 +105,8 @@ def draw(name: str, points: Sequence[FrontierPoint], target: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for ax, value in zip(axes, ("kl", "agreement"), strict=True):
-        for curve in _curves(points):
-            _plot(ax, curve, value)
+        for label, curve in _curves(points).items():
+            plot_estimates(ax, label, [(each.ttft_s, getattr(each, value)) for each in curve])
         ax.set(xlabel="time to first token (s)", ylabel="KL (nats)" if value == "kl" else value)
         ax.grid(alpha=0.3)
     axes[0].set_yscale("log")
@@ -118,26 +118,13 @@ def draw(name: str, points: Sequence[FrontierPoint], target: Path) -> None:
     plt.close(figure)
 
 
-def _curves(points: Sequence[FrontierPoint]) -> list[tuple[str, list[FrontierPoint]]]:
+def _curves(points: Sequence[FrontierPoint]) -> dict[str, list[FrontierPoint]]:
     curves: dict[str, list[FrontierPoint]] = {}
     for point in points:
         way = QualityWay.parse(point.name)
         label = QualityWay(way.strategy, None, way.regime, way.granularity).name
         curves.setdefault(label, []).append(point)
-    return list(curves.items())
-
-
-def _plot(ax: Any, curve: tuple[str, list[FrontierPoint]], value: str) -> None:
-    label, points = curve
-    estimates: list[Estimate] = [getattr(point, value) for point in points]
-    # Rounding can put the mean outside an interval of no width.
-    errors = [
-        [max(0.0, each.mean - each.low) for each in estimates],
-        [max(0.0, each.high - each.mean) for each in estimates],
-    ]
-    times = [point.ttft_s for point in points]
-    means = [each.mean for each in estimates]
-    ax.errorbar(times, means, yerr=errors, marker="o", markersize=3, capsize=2, lw=1, label=label)
+    return curves
 
 
 def _quality_key(way: QualityWay) -> Key:

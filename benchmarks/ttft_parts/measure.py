@@ -10,7 +10,7 @@ over the same passages in the same order, it finds all of them.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,14 +74,19 @@ def measure(
     return [Measured(way, samples[way.name]) for way in ways]
 
 
-def other_order(passages: Sequence[Chunk], rng: random.Random) -> list[Chunk]:
-    """The passages shuffled, another one first: none then stands behind the very text it was stored behind.
+def check_orders(prompts: Iterable[Sequence[Chunk]]) -> None:
+    """Before an engine starts: can the passages of each prompt stand in another order?
 
     Raises:
-        SystemExit: there are fewer than two.
+        SystemExit: one holds fewer than two.
     """
-    if len(passages) < 2:
-        raise SystemExit("fewer than two passages fit this context: there is no other order")
+    if any(len(passages) < 2 for passages in prompts):
+        raise SystemExit("fewer than two passages fit a context, so that there is no other order: raise it")
+
+
+def other_order(passages: Sequence[Chunk], rng: random.Random) -> list[Chunk]:
+    """Two or more passages shuffled, another one first: none then stands behind the text it was stored
+    behind."""
     while True:
         order = rng.sample(passages, len(passages))
         if order[0] is not passages[0]:

@@ -5,68 +5,48 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.common.aims import MET, MISSED
 from benchmarks.common.prompts import passages_for
 from benchmarks.ttft_parts.estimate import ModelSize, estimate_s, num_full_prefills
-from benchmarks.ttft_parts.figures import AIM_CONTEXT, default_way, efficiency, speedup, verdicts
+from benchmarks.ttft_parts.figures import default_way, efficiency, speedup, verdicts
 from benchmarks.ttft_parts.measure import other_order
-from benchmarks.ttft_parts.record import Measured, Point, Sample, add_point, read
+from benchmarks.ttft_parts.record import add_point, read
 from benchmarks.ttft_parts.tables import aims_table, overview_table, page_tables
 from benchmarks.ttft_parts.ways import FULL, PREFIX, PREFIX_SAME, Way, make_ways, warming_way
 
-from cachecraft_rag import CacheCraftConfig, Chunk
-
-STRATEGY, RUNS = CacheCraftConfig().strategy, CacheCraftConfig().granularity
-SAMPLE = Sample(
-    ttft_s=10.0, load_s=0.0, select_s=0.0, recompute_s=0.0, num_prompt=5100, num_prefix=0, num_reused=0,
-    num_recomputed=0, num_computed=5100, num_probe=0, loaded_bytes=0,
-)  # fmt: skip
-FACTS = {
-    "command": "python benchmarks/ttft.py", "commit": "abc", "model": "tiny",
-    "engine_args": {"dtype": "float32"}, "machine": {"cpu": "some", "cores": 2, "load_1min": 0.0},
-}  # fmt: skip
+from cachecraft_rag import Chunk
 
 
-def timed(way: Way, *ttft_s: float, load_s: float = 0.0) -> Measured:
-    return Measured(way, [replace(SAMPLE, ttft_s=seconds, load_s=load_s) for seconds in ttft_s])
-
-
-def ours(budget: float, *ttft_s: float, load_s: float = 0.1, runs: int = RUNS) -> Measured:
-    return timed(Way.reuse(STRATEGY, budget, runs), *ttft_s, load_s=load_s)
-
-
-def point(*reuse: Measured, context: int = AIM_CONTEXT, full_s: float = 10.0) -> Point:
-    plain = [timed(Way(FULL), full_s), timed(Way(PREFIX), full_s), timed(Way(PREFIX_SAME), 0.5)]
-    return Point(context, FACTS, [*plain, *reuse])
-
-
-def test_speedup_and_efficiency_are_of_medians() -> None:
-    measured = ours(0.15, 1.0, 1.6, 9.0, load_s=0.1)
-    at = point(measured, full_s=10.0)
+def test_speedup_and_efficiency_are_of_medians(made: Any) -> None:
+    measured = made.reuse(0.15, 1.0, 1.6, 9.0, load_s=0.1)
+    at = made.point(measured)
     assert speedup(at, measured) == pytest.approx(10.0 / 1.6)
     assert efficiency(at, measured) == pytest.approx((1.6 - 0.1) / (0.15 * 10.0))
 
 
-def test_what_recomputes_nothing_has_no_efficiency() -> None:
-    at = point(ours(0.0, 0.2))
+def test_what_recomputes_nothing_has_no_efficiency(made: Any) -> None:
+    at = made.point(made.reuse(0.0, 0.2))
     assert [efficiency(at, measured) for measured in at.ways] == [None] * 4
 
 
-def test_verdicts_are_of_the_default_strategy_at_its_own_granularity() -> None:
-    others = (ours(0.15, 0.01, runs=RUNS + 3), timed(Way.reuse("epic", 0.15, RUNS), 0.01))
-    at = point(ours(0.0, 0.2), *others, ours(0.15, 2.5), ours(0.30, 3.1))
-    found = {verdict.figure: verdict for verdict in verdicts([point(context=1000), at])}
+def test_verdicts_are_of_the_default_strategy_at_its_own_granularity(made: Any) -> None:
+    others = (
+        made.reuse(0.15, 0.01, runs=made.runs + 3),
+        made.timed(Way.reuse("epic", 0.15, made.runs), 0.01),
+    )
+    at = made.point(made.reuse(0.0, 0.2), *others, made.reuse(0.15, 2.5), made.reuse(0.30, 3.1))
+    found = {verdict.figure: verdict for verdict in verdicts([made.point(context=1000), at])}
     assert [round(verdict.value, 2) for verdict in found.values()] == [50.0, 4.0, 3.23, 1.6, 1.0]
     assert [verdict.is_met for verdict in found.values()] == [True, False, True, False, True]
     assert [row[-1] for row in aims_table([at]).rows] == [MET, MISSED, MET, MISSED, MET]
 
 
-def test_nothing_is_judged_at_another_context() -> None:
-    assert list(verdicts([point(ours(0.0, 0.2), context=1000)])) == []
+def test_nothing_is_judged_at_another_context(made: Any) -> None:
+    assert list(verdicts([made.point(made.reuse(0.0, 0.2), context=1000)])) == []
 
 
 def test_other_granularities_are_measured_at_the_aims_budgets_only() -> None:
@@ -84,16 +64,23 @@ def test_the_cheapest_recompute_pass_warms_up() -> None:
     assert warming_way(make_ways(["focus"], [0.0], [1])) is None
 
 
-def test_a_run_replaces_the_point_at_its_context_and_leaves_the_others(tmp_path: Path) -> None:
+def test_a_run_replaces_the_point_at_its_context_and_leaves_the_others(made: Any, tmp_path: Path) -> None:
     path = tmp_path / "results" / "default-float32.json"
-    old, other, new = point(ours(0.15, 2.0)), point(context=1000), point(ours(0.15, 3.0))
+    old, other, new = (
+        made.point(made.reuse(0.15, 2.0)),
+        made.point(context=1000),
+        made.point(made.reuse(0.15, 3.0)),
+    )
     for each in (old, other, new):
         add_point(path, each)
     assert read(path) == [other, new]
 
 
-def test_tables_hold_every_way_and_leave_out_what_was_not_measured() -> None:
-    short, long = point(ours(0.0, 0.2), context=1000), point(ours(0.0, 0.2), ours(0.15, 2.0))
+def test_tables_hold_every_way_and_leave_out_what_was_not_measured(made: Any) -> None:
+    short, long = (
+        made.point(made.reuse(0.0, 0.2), context=1000),
+        made.point(made.reuse(0.0, 0.2), made.reuse(0.15, 2.0)),
+    )
     overview = overview_table([short, long])
     assert overview.rows[0][-1] == "–" and overview.rows[1][-1] == "2.00 s (5.0 ×)"
     tables = list(page_tables([short, long]))
