@@ -7,6 +7,7 @@
 Every figure is the median of `--repeats` calls, from the call to the first token, in one run: the ways take
 turns, each time over the same passages in another order. All chunks are in the store. Prefix caching finds
 the system prompt, as the passages stand in another order than before; `prefix-same` is its best case.
+More `--strategies` put more ways into the frontier of quality against time.
 Ratios hold within this run; absolute times depend on what else the machine does. Results are kept by
 context, so that a slow machine can measure one at a time; `python -m benchmarks.performance report` makes
 the page of them.

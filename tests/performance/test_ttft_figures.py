@@ -13,7 +13,7 @@ from benchmarks.common.aims import MET, MISSED
 from benchmarks.common.prompts import passages_for
 from benchmarks.ttft_parts.estimate import ModelSize, estimate_s, num_full_prefills
 from benchmarks.ttft_parts.figures import default_way, efficiency, speedup, verdicts
-from benchmarks.ttft_parts.measure import other_order
+from benchmarks.ttft_parts.measure import check_orders, other_order
 from benchmarks.ttft_parts.record import add_point, read
 from benchmarks.ttft_parts.tables import aims_table, overview_table, page_tables
 from benchmarks.ttft_parts.ways import FULL, PREFIX, PREFIX_SAME, Way, make_ways, warming_way
@@ -38,7 +38,9 @@ def test_verdicts_are_of_the_default_strategy_at_its_own_granularity(made: Any) 
         made.reuse(0.15, 0.01, runs=made.runs + 3),
         made.timed(Way.reuse("epic", 0.15, made.runs), 0.01),
     )
-    at = made.point(made.reuse(0.0, 0.2), *others, made.reuse(0.15, 2.5), made.reuse(0.30, 3.1))
+    at = made.point(
+        made.reuse(0.0, 0.2), *others, made.reuse(0.15, 2.5, load_s=0.1), made.reuse(0.30, 3.1, load_s=0.1)
+    )
     found = {verdict.figure: verdict for verdict in verdicts([made.point(context=1000), at])}
     assert [round(verdict.value, 2) for verdict in found.values()] == [50.0, 4.0, 3.23, 1.6, 1.0]
     assert [verdict.is_met for verdict in found.values()] == [True, False, True, False, True]
@@ -127,5 +129,6 @@ def test_passages_stand_in_another_order_with_another_one_first() -> None:
     for seed in range(20):
         order = other_order(passages, random.Random(seed))
         assert order[0] is not passages[0] and sorted(order, key=passages.index) == passages
+    check_orders([passages, passages[:2]])
     with pytest.raises(SystemExit, match="two passages"):
-        other_order(passages[:1], random.Random(0))
+        check_orders([passages, passages[:1]])
