@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +199,65 @@ def save_tiny_llama() -> Callable[..., Path]:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
     """Folder of a random Llama with 2 layers, for real engines."""
     return _save_tiny_llama(tmp_path_factory.mktemp("tiny-model"), tokenizer)
+
+
+class EngineProcess:
+    """An engine in a process of its own (`engine_script.py`), which does what it is told.
+
+    Args:
+        engine_args: vLLM's.
+        environment: variables of the process, beyond this one's.
+        config: fields of `CacheCraftConfig`.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        engine_args: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        **config: Any,
+    ) -> None:
+        script = str(Path(__file__).with_name("engine_script.py"))
+        arguments = [sys.executable, script, json.dumps([str(model), config, engine_args or {}])]
+        self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  (closed with the process)
+        self._process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, **(environment or {})},
+        )
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+        self._errors.close()
+
+    def __call__(self, action: str, *arguments: str, **options: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([action, arguments, options]) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("RESULT "):
+                return json.loads(line.removeprefix("RESULT "))
+        self._errors.seek(0)
+        raise AssertionError(f"the engine died:\n{self._errors.read()[-6000:]}")
+
+    def ask(self, order: str = "ab", **options: Any) -> dict[str, Any]:
+        """The answer to a question behind the documents of this order; the store's books must add up."""
+        answer: dict[str, Any] = self("ask", order=order, **options)
+        assert answer.pop("check") == []
+        return answer
+
+
+@pytest.fixture
+def run_engine() -> type[EngineProcess]:
+    """Starts an engine in a process of its own."""
+    return EngineProcess
 
 
 @pytest.fixture

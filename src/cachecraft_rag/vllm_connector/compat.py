@@ -113,9 +113,13 @@ def unsupported_reason(vllm_config: Any) -> str | None:
         (model.is_multimodal_model, "multimodal models are not supported"),
         (vllm_config.lora_config is not None, "LoRA is not supported"),
         (vllm_config.speculative_config is not None, "speculative decoding is not supported"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism above 1 is not supported"),
-        (parallel.data_parallel_size > 1, "data parallelism above 1 is not supported"),
-        (parallel.decode_context_parallel_size > 1, "context parallelism is not supported"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism: no recompute pass over stages yet"),
+        # A control message would reach one of the schedulers only. Engines of their own share chunks.
+        (parallel.data_parallel_size > 1, "data parallelism: start an engine per replica instead"),
+        # Both split the tokens of a request over ranks; a record holds all tokens of a rank's heads.
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism is not supported"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism is not supported"),
+        (parallel.use_ubatching, "micro-batches (dual batch overlap) are not supported"),
         (vllm_config.cache_config.kv_sharing_fast_prefill, "layers share KV"),
     )
     found = [reason for broken, reason in rules if broken]

@@ -1,0 +1,1 @@
+"""The parts of `benchmarks.peers`: who is compared, how each is run, what is shown."""

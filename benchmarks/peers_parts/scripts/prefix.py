@@ -1,0 +1,6 @@
+"""vLLM's own prefix caching."""
+
+from answer import answer, read_job
+
+if __name__ == "__main__":
+    answer(read_job(), enable_prefix_caching=True)
