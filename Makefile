@@ -33,7 +33,7 @@ INSTALL_REQUIREMENTS = $(PIP_INSTALL) --no-deps -r $(REQUIREMENTS)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test unit redis lint notebooks outputs exactness faults bench replay stall scale soak \
+.PHONY: help venv model demo test unit engine redis lint notebooks outputs exactness faults bench replay stall scale soak \
         performance quality lock clean
 
 help: ## list the targets
@@ -53,11 +53,13 @@ model: venv ## prepare the embedded default model and print its path
 demo: model ## answer questions over the demo data, with and without reuse
 	$(RUN) examples/demo.py
 
-test: lint redis ## lint, unit tests and engine tests
-	$(RUN) -m pytest -m "not slow and not exactness" $(PYTEST_ARGS)
+test: lint redis unit engine ## lint, unit tests and engine tests
 
-unit: venv ## tests that start no engine
-	$(RUN) -m pytest -m "not engine and not slow and not exactness" $(PYTEST_ARGS)
+unit: venv ## tests that start no engine, on all cores
+	$(RUN) -m pytest -n auto -m "not engine and not slow and not exactness" $(PYTEST_ARGS)
+
+engine: venv ## tests with a real engine, one at a time: it takes all cores itself
+	$(RUN) -m pytest -m "engine and not slow and not exactness" $(PYTEST_ARGS)
 
 # Tests start servers of their own; without the program they are skipped, and pytest prints why.
 redis: ## install redis-server where there is none, if this user may

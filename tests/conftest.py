@@ -134,7 +134,9 @@ def redis_cluster_url(make_redis: Callable[..., RedisServer]) -> str:
 
 def _free_port() -> int:
     """A port free now, low enough for a cluster's second port 10,000 above."""
-    for port in range(20_000, 50_000, 7):
+    # Workers of pytest-xdist begin apart: what is free for one is free for all until a server takes it.
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in range(20_000 + 1_000 * (worker % 20), 50_000, 7):
         with socket.socket() as probe, socket.socket() as bus_probe:
             try:
                 probe.bind(("127.0.0.1", port))
