@@ -43,7 +43,7 @@ class EngineDocuments(EngineLifecycle):
         running = self._started()
         named = [Chunk(chunk.text, doc_id, version, is_shared) for chunk in current]
         keys = running.chunk_keys(tenant, named)
-        self._known.forget(tenant, doc_id)
+        self._forget(tenant, doc_id=doc_id)
         dropped = self._drop("replace", doc_id=doc_id, version=version, tenant=tenant, keys=keys)
         self._known.add(tenant, named)
         return dropped
@@ -55,7 +55,7 @@ class EngineDocuments(EngineLifecycle):
             The number of stored records that were dropped.
         """
         tenant = self._tenant(tenant)
-        self._known.forget(tenant, doc_id)
+        self._forget(tenant, doc_id=doc_id)
         return self._drop("invalidate", doc_id=doc_id, version=version, tenant=tenant)
 
     def invalidate_chunk(self, chunk: Chunk | str, *, tenant: str | None = None) -> int:
@@ -70,7 +70,7 @@ class EngineDocuments(EngineLifecycle):
         """
         (named,) = check_chunks([Chunk(chunk) if isinstance(chunk, str) else chunk])
         tenant = SHARED_TENANT if named.is_shared else self._tenant(tenant)
-        self._known.forget_text(tenant, named.text)
+        self._forget(tenant, text=named.text)
         if self._config.has_cold_tiers:
             self._started()
         keys = self._running.chunk_keys(tenant, [named]) if self._running is not None else []
@@ -79,7 +79,7 @@ class EngineDocuments(EngineLifecycle):
     def purge(self, tenant: str | None = None) -> int:
         """Drop everything of one tenant; returns the number of stored records that were dropped."""
         tenant = self._tenant(tenant)
-        self._known.forget_tenant(tenant)
+        self._forget(tenant)
         if self._running is not None:
             self._running.segment_tokenizer.forget_chunks()
         return self._drop("purge", tenant=tenant)
@@ -107,6 +107,17 @@ class EngineDocuments(EngineLifecycle):
             self.flush()
         except EngineError as error:
             logger.warning("closed before all was written: %s", error)
+
+    def _forget(self, tenant: str, *, doc_id: str | None = None, text: str | None = None) -> None:
+        """Neither find nor warm any more the chunks of a document, of a text, or else of the tenant."""
+        if doc_id is not None:
+            self._known.forget(tenant, doc_id)
+        elif text is not None:
+            self._known.forget_text(tenant, text)
+        else:
+            self._known.forget_tenant(tenant)
+        if self._running is not None:
+            self._live.loop.run(self._running.forget_popular(tenant, doc_id=doc_id, text=text))
 
     def _drop(self, action: str, *, tenant: str, **arguments: Any) -> int:
         """Drop records of `tenant`, and its part of vLLM's prefix cache; the number of records."""
