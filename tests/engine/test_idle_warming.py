@@ -12,6 +12,8 @@ from cachecraft_rag.chunks import SHARED_TENANT, Chunk
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine import CacheCraftEngine
 from cachecraft_rag.engine.backend import BackendOutput, BackendRequest
+from cachecraft_rag.engine.calls import Call
+from cachecraft_rag.engine.options import CallOptions
 from cachecraft_rag.errors import ConfigurationError
 
 CONFIG = CacheCraftConfig(self_test=False, feedback_share=0.0, idle_warming=True)
@@ -188,6 +190,33 @@ def test_invalidating_ends_the_warming_under_way(engine, backend, store) -> None
     engine.invalidate("river")
     assert aborted_at_control == [1]
     assert drain(engine)["num_warmed"] == 0
+
+
+def test_what_is_asked_for_during_a_change_is_not_warmed_after_it(engine, backend, store) -> None:
+    """A request that comes while the store is told may have come before: nothing is warmed meanwhile, and
+    its count does not stay."""
+    ask(engine, QUEEN)
+    store.missing = set(keys_of(engine, RIVER, QUEEN))
+    plain = backend.send_control
+
+    async def send_control(message: Any) -> None:
+        if message.action == "invalidate":
+            backend.send_control = plain
+            prepared = engine._running.prepare(river_call())
+            await engine._running.answer(prepared)
+            store.missing = set(keys_of(engine, RIVER, QUEEN))
+            del backend.requests[:]
+            await engine._running.warmer.drain()
+            assert backend.requests == []
+        await plain(message)
+
+    backend.send_control = send_control
+    engine.invalidate("river")
+    assert drain(engine)["num_warmed"] == 1 and store.missing == set(keys_of(engine, RIVER))
+
+
+def river_call() -> Call:
+    return Call(f"{RIVER.text}\n\nWho?", (RIVER,), CallOptions())
 
 
 def begin_work(engine: CacheCraftEngine) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from cachecraft_rag.chunks import SHARED_TENANT, Chunk
@@ -43,7 +44,7 @@ class EngineDocuments(EngineLifecycle):
         running = self._started()
         named = [Chunk(chunk.text, doc_id, version, is_shared) for chunk in current]
         keys = running.chunk_keys(tenant, named)
-        self._forget(tenant, doc_id=doc_id)
+        self._known.forget(tenant, doc_id)
         dropped = self._drop("replace", doc_id=doc_id, version=version, tenant=tenant, keys=keys)
         self._known.add(tenant, named)
         return dropped
@@ -55,7 +56,7 @@ class EngineDocuments(EngineLifecycle):
             The number of stored records that were dropped.
         """
         tenant = self._tenant(tenant)
-        self._forget(tenant, doc_id=doc_id)
+        self._known.forget(tenant, doc_id)
         return self._drop("invalidate", doc_id=doc_id, version=version, tenant=tenant)
 
     def invalidate_chunk(self, chunk: Chunk | str, *, tenant: str | None = None) -> int:
@@ -70,16 +71,16 @@ class EngineDocuments(EngineLifecycle):
         """
         (named,) = check_chunks([Chunk(chunk) if isinstance(chunk, str) else chunk])
         tenant = SHARED_TENANT if named.is_shared else self._tenant(tenant)
-        self._forget(tenant, text=named.text)
+        self._known.forget_text(tenant, named.text)
         if self._config.has_cold_tiers:
             self._started()
         keys = self._running.chunk_keys(tenant, [named]) if self._running is not None else []
-        return self._drop("invalidate_chunks", tenant=tenant, keys=keys)
+        return self._drop("invalidate_chunks", tenant=tenant, text=named.text, keys=keys)
 
     def purge(self, tenant: str | None = None) -> int:
         """Drop everything of one tenant; returns the number of stored records that were dropped."""
         tenant = self._tenant(tenant)
-        self._forget(tenant)
+        self._known.forget_tenant(tenant)
         if self._running is not None:
             self._running.segment_tokenizer.forget_chunks()
         return self._drop("purge", tenant=tenant)
@@ -108,24 +109,28 @@ class EngineDocuments(EngineLifecycle):
         except EngineError as error:
             logger.warning("closed before all was written: %s", error)
 
-    def _forget(self, tenant: str, *, doc_id: str | None = None, text: str | None = None) -> None:
-        """Neither find nor warm any more the chunks of a document, of a text, or else of the tenant."""
-        if doc_id is not None:
-            self._known.forget(tenant, doc_id)
-        elif text is not None:
-            self._known.forget_text(tenant, text)
-        else:
-            self._known.forget_tenant(tenant)
-        if self._running is not None:
-            self._live.loop.run(self._running.forget_popular(tenant, doc_id=doc_id, text=text))
+    @contextmanager
+    def _warming_held(self, tenant: str, doc_id: str | None, text: str | None) -> Iterator[None]:
+        """Around a change: chunks of the document, of the text, or else of the tenant, are not warmed from
+        its begin on, until they are asked for after it."""
+        warmer = self._running.warmer if self._running is not None else None
+        if warmer is None:
+            yield
+            return
+        self._live.loop.run(warmer.hold())
+        try:
+            yield
+        finally:
+            self._live.loop.run(warmer.forget(tenant, doc_id=doc_id, text=text))
 
-    def _drop(self, action: str, *, tenant: str, **arguments: Any) -> int:
+    def _drop(self, action: str, *, tenant: str, text: str | None = None, **arguments: Any) -> int:
         """Drop records of `tenant`, and its part of vLLM's prefix cache; the number of records."""
         # Before the start nothing is in memory, but an earlier engine may have left KV on disk or in Redis.
         if self._config.has_cold_tiers:
             self._started()
         try:
-            num_dropped = int(self._control(action, tenant=tenant, **arguments) or 0)
+            with self._warming_held(tenant, arguments.get("doc_id"), text):
+                num_dropped = int(self._control(action, tenant=tenant, **arguments) or 0)
         except CacheCraftError as fault:
             self._audit_log.changed(action, tenant, arguments, fault=str(fault))
             raise

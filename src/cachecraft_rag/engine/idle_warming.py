@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import groupby, islice
+from operator import attrgetter
 from typing import Any
 
-from cachecraft_rag.chunks import Chunk, ChunkKey, SegmentKind
+from cachecraft_rag.chunks import ChunkKey
 from cachecraft_rag.engine.api import Completion
 from cachecraft_rag.engine.calls import Call, Prepared
 from cachecraft_rag.engine.demand import DecayedCounts
 from cachecraft_rag.engine.idle import IdleWork
+from cachecraft_rag.engine.popular import Owned, Popular, popular_in
 from cachecraft_rag.engine.warm import first_that_fits, is_stored, warm_calls
 
 logger = logging.getLogger(__name__)
@@ -30,35 +31,6 @@ MAX_REMEMBERED = 4096
 LOOK_AGAIN_S = 60.0
 """Room also appears while nobody asks, as records expire."""
 _MAX_LOOKED_UP = 256
-
-_Owned = tuple[str, ChunkKey]
-"""A chunk's key and the tenant it belongs to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Popular:
-    """A chunk as it was last asked for.
-
-    Attributes:
-        system: what stood at the head of that prompt, behind which the chunk is computed again.
-        is_chat: the prompt was made of messages, `system` being one of them.
-    """
-
-    tenant: str
-    key: ChunkKey
-    chunk: Chunk
-    num_tokens: int
-    system: str | None
-    is_chat: bool
-
-    @property
-    def owned(self) -> _Owned:
-        return self.tenant, self.key
-
-    def to_plain(self) -> list[Any]:
-        """As the control message `worth_computing` names it."""
-        document = None if self.chunk.doc_id is None else [self.chunk.doc_id, self.chunk.version]
-        return [self.key, self.num_tokens, document]
 
 
 class IdleWarmer:
@@ -90,11 +62,12 @@ class IdleWarmer:
         self._ask = ask
         self._control = control
         self._clock = clock
-        self._counts: DecayedCounts[_Owned] = DecayedCounts(HALF_LIFE_S, max_counted)
-        self._popular: dict[_Owned, Popular] = {}
-        self._warmed: OrderedDict[_Owned, None] = OrderedDict()
+        self._counts: DecayedCounts[Owned] = DecayedCounts(HALF_LIFE_S, max_counted)
+        self._popular: dict[Owned, Popular] = {}
+        self._warmed: OrderedDict[Owned, None] = OrderedDict()
         self._counters: Counter[str] = Counter()
         self._work_s = 0.0
+        self._num_holds = 0
         self._is_due = False
         self._ranked: deque[Popular] = deque()
         self._missing: deque[Popular] = deque()
@@ -113,7 +86,7 @@ class IdleWarmer:
         if not options.store or prepared.spec.full_reason is not None:
             return
         now_s = self._clock()
-        for popular in _popular_in(prepared):
+        for popular in popular_in(prepared):
             self._popular[popular.owned] = popular
             if (gone := self._counts.add(popular.owned, now_s)) is not None:
                 del self._popular[gone]
@@ -126,22 +99,29 @@ class IdleWarmer:
                 self._counters["num_hits"] += 1
                 self._counters["num_hit_tokens"] += chunk.num_reused_tokens
 
+    async def hold(self) -> None:
+        """Warm nothing until `forget`; when it returns nothing is on its way. What reached the store after a
+        document was invalidated would be stored."""
+        self._num_holds += 1
+        await self._idle.pause()
+
     async def forget(self, tenant: str, *, doc_id: str | None = None, text: str | None = None) -> None:
-        """Forget the chunks of a document, those with a text, or all of the tenant; when it returns none of
-        them is on its way either."""
-        for popular in [p for p in self._popular.values() if _is_meant(p, tenant, doc_id, text)]:
+        """End a `hold`, and forget the chunks of a document, those with a text, or all of the tenant: also
+        those that were counted meanwhile, of requests that may have come before the change."""
+        self._num_holds -= 1
+        for popular in [p for p in self._popular.values() if p.is_of(tenant, doc_id, text)]:
             self._drop(popular)
         if doc_id is None and text is None:
             for owned in [owned for owned in self._warmed if owned[0] == tenant]:
                 del self._warmed[owned]
         self._look_anew()
-        await self._idle.pause()
+        self._idle.work_soon()
 
     # --- work ---------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return self._is_due or bool(self._ranked) or bool(self._missing)
+        return not self._num_holds and (self._is_due or bool(self._ranked) or bool(self._missing))
 
     async def do_piece(self) -> None:
         """Ask what is worth computing, or compute one chunk."""
@@ -177,8 +157,8 @@ class IdleWarmer:
             wanted = self._counts.most_wanted(MIN_COUNT, self._clock())
             self._ranked = deque(self._popular[owned] for owned in wanted)
         batch = list(islice(self._ranked, _MAX_LOOKED_UP))
-        worth: set[_Owned] = set()
-        for tenant, group in groupby(sorted(batch, key=_tenant_of), key=_tenant_of):
+        worth: set[Owned] = set()
+        for tenant, group in groupby(sorted(batch, key=attrgetter("tenant")), key=attrgetter("tenant")):
             chunks = [popular.to_plain() for popular in group]
             keys = await self._control("worth_computing", tenant=tenant, chunks=chunks)
             worth.update((tenant, ChunkKey(key)) for key in keys or ())
@@ -246,38 +226,3 @@ class IdleWarmer:
             **{f"num_{name}": self._counters[f"num_{name}"] for name in names},
             "work_s": self._work_s,
         }
-
-
-def _popular_in(prepared: Prepared) -> Iterator[Popular]:
-    """The chunks of a request that are its tenant's own."""
-    tenant, layout = prepared.spec.tenant, prepared.layout
-    system, is_chat = _head_of(prepared)
-    for segment in layout.chunks:
-        assert segment.chunk is not None and segment.key is not None  # what PromptLayout.chunks holds
-        if not segment.chunk.is_shared:
-            yield Popular(tenant, segment.key, segment.chunk, len(segment.span), system, is_chat)
-
-
-def _head_of(prepared: Prepared) -> tuple[str | None, bool]:
-    """The system prompt, or what stands before the first chunk of a finished prompt; one copy of it in
-    memory, whatever the number of chunks."""
-    prompt = prepared.call.prompt
-    if isinstance(prompt, str):
-        first = prepared.layout.segments[0]
-        head = first.text.strip() if first.kind is SegmentKind.TEXT else ""
-        return (sys.intern(head) if head else None), False
-    message = prompt[0] if prompt else {}
-    content = message.get("content") if message.get("role") == "system" else None
-    return (sys.intern(content) if type(content) is str else None), True
-
-
-def _is_meant(popular: Popular, tenant: str, doc_id: str | None, text: str | None) -> bool:
-    if popular.tenant != tenant:
-        return False
-    if text is not None:
-        return popular.chunk.text.strip() == text.strip()
-    return doc_id is None or popular.chunk.doc_id == doc_id
-
-
-def _tenant_of(popular: Popular) -> str:
-    return popular.tenant

@@ -138,13 +138,6 @@ class RunningEngine:
         tenant's text every tenant's part may hold some."""
         self._epochs[tenant] += 1
 
-    async def forget_popular(
-        self, tenant: str, *, doc_id: str | None = None, text: str | None = None
-    ) -> None:
-        """Warm no more, until they are asked for again, chunks of a document, of a text, or of the tenant."""
-        if self.warmer is not None:
-            await self.warmer.forget(tenant, doc_id=doc_id, text=text)
-
     def _cache_part(self, tenant: str) -> str:
         """Name of the part of vLLM's prefix cache that the tenant's requests share now."""
         return f"{self._epochs[SHARED_TENANT]}.{self._epochs[tenant]}"
