@@ -53,10 +53,12 @@ class Warming:
         self._tokens_per_s = tokens_per_s
         self._last_access: dict[int, Access] = {}
         self._unused: dict[int, int] = {}
+        self._smallest = 0
         self._num_warmed = 0
         self._num_used = 0
 
     def run(self, trace: Trace) -> Warmth:
+        self._smallest = min(access.num_tokens for access in trace.accesses())
         num_asked, num_served = 0, 0
         following = (*(request.time_s for request in trace.requests[1:]), None)
         for request, next_s in zip(trace.requests, following, strict=True):
@@ -82,6 +84,8 @@ class Warming:
         if budget_tokens <= 0:
             return
         self._cache.expire(now_s)
+        if self._rule is Rule.ROOM and self._cache.spare_tokens < self._smallest:
+            return
         missing = [chunk for chunk in predictor.candidates() if chunk not in self._cache]
         for chunk in heapq.nlargest(MAX_CANDIDATES, missing, key=lambda chunk: predictor.score(chunk, now_s)):
             access = self._last_access[chunk]
