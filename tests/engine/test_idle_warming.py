@@ -136,6 +136,16 @@ def test_shared_chunks_are_left_to_warm(engine, store) -> None:
     assert drain(engine)["num_counted"] == 1
 
 
+def test_context_of_warmed_chunks_is_not_counted(engine, backend, store, spec_of) -> None:
+    """What `warm` puts before a chunk was asked for by nobody."""
+    engine.warm([QUEEN, RIVER], system=QUEEN.text)
+    assert [len(spec_of(request).chunks) for request in backend.requests] == [2, 2]
+    assert drain(engine)["num_counted"] == 2
+    counts = engine._running.warmer._counts
+    now_s = engine._running.warmer._clock()
+    assert [counts.count(owned, now_s) for owned in counts] == pytest.approx([1.0, 1.0], abs=0.01)
+
+
 def test_tenants_are_counted_and_warmed_apart(engine, backend, store, spec_of) -> None:
     """The text of one is computed for that one alone."""
     ask(engine, RIVER, tenant="a"), ask(engine, QUEEN, tenant="b")

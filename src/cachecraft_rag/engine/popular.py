@@ -49,10 +49,10 @@ class Popular:
 
 
 def popular_in(prepared: Prepared) -> Iterator[Popular]:
-    """The chunks of a request that are its tenant's own."""
+    """The chunks of a request that are its tenant's own, and no mere context of one to be warmed."""
     tenant, layout = prepared.spec.tenant, prepared.layout
     system, is_chat = _head_of(prepared)
-    for segment in layout.chunks:
+    for segment in layout.chunks[prepared.spec.store_from :]:
         assert segment.chunk is not None and segment.key is not None  # what PromptLayout.chunks holds
         if not segment.chunk.is_shared:
             yield Popular(tenant, segment.key, segment.chunk, len(segment.span), system, is_chat)
