@@ -3,6 +3,7 @@
 #   PYTHON=...    interpreter for .venv (3.11 is what the lock is made for)
 #   PIP_ARGS=...  more arguments for pip, for example an index that has CPU builds of torch
 #   PYTEST_ARGS=, BENCH_ARGS=, QUALITY_ARGS=, LOCK_ARGS=  more arguments for those programs
+#   REPLAY=...    workload of `make replay`: passages or ragpulse
 #   EXACTNESS_WORKERS=...  cells of `make exactness` at a time
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -10,6 +11,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 QUALITY_ARGS ?= report
+REPLAY ?= passages
 LOCK_ARGS ?=
 NOTEBOOK ?=
 EXACTNESS_WORKERS ?= 2
@@ -30,10 +32,11 @@ INSTALL_REQUIREMENTS = $(PIP_INSTALL) --no-deps -r $(REQUIREMENTS)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test unit redis lint notebooks outputs exactness faults bench quality lock clean
+.PHONY: help venv model demo test unit redis lint notebooks outputs exactness faults bench replay stall scale soak \
+        performance quality lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 venv: $(STAMP) ## make .venv with all that is needed (minutes the first time, then at once)
 
@@ -79,8 +82,24 @@ exactness: model ## reuse against full compute: models, dtypes, ways to run the 
 faults: model ## planted faults, planted hard questions and 500 clean requests: are the ones found, the others left? (minutes)
 	$(RUN) -m pytest -m slow -s tests/quality_runs $(PYTEST_ARGS)
 
-bench: model ## measure time to first token with and without reuse
+bench: model ## measure time to first token with and without reuse; BENCH_ARGS="--contexts 1000" is shorter
 	$(RUN) benchmarks/ttft.py $(BENCH_ARGS)
+
+replay: model ## requests of a workload through the engine, against prefix caching; REPLAY=ragpulse for the trace
+	$(RUN) -m benchmarks.engine_replay $(REPLAY) $(BENCH_ARGS)
+
+stall: model ## measure what decoding requests notice of a long prompt beside them
+	$(RUN) -m benchmarks.stall $(BENCH_ARGS)
+
+scale: venv ## measure planner, index and store at up to a million chunks and 64 threads
+	$(RUN) -m benchmarks.scale $(BENCH_ARGS)
+
+soak: venv ## 10,000 requests with churn on a tiny model, judged
+	$(RUN) -m benchmarks.soak $(BENCH_ARGS)
+
+performance: venv ## write docs/performance.md and its plots from the results in benchmarks/
+	$(PIP_INSTALL) -r requirements/quality.txt
+	$(RUN) -m benchmarks.performance report
 
 quality: model ## write docs/quality.md; QUALITY_ARGS="run --model gemma3 --set xquad_en" measures first
 	$(PIP_INSTALL) -r requirements/quality.txt

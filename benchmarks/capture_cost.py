@@ -18,8 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.common.facts import machine
+from benchmarks.common.prompts import demo_texts, messages, passages_for
+from benchmarks.engine_replay_parts.texts import token_counter
 from benchmarks.quality.stats import Estimate, bootstrap_mean
-from benchmarks.ttft import PASSAGES, machine, messages, passages_for
 from rich.console import Console
 from rich.table import Table
 
@@ -112,11 +114,11 @@ def measure(engines: Sequence[CacheCraftEngine], context: int, chunks: Sequence[
 
 
 def measure_all(args: argparse.Namespace) -> Iterator[Row]:
-    texts = [json.loads(line)["text"] for line in PASSAGES.read_text().splitlines()]
+    count = token_counter(args.model or default_model())
     default = CacheCraftConfig().num_profile_layers
     with make_engine(args, 0) as bare, make_engine(args, default) as profiling:
         for context in args.contexts:
-            chunks = passages_for(context, bare, texts)
+            chunks = passages_for(context, count, demo_texts())
             yield measure((bare, profiling), context, chunks, args.repeats)
 
 

@@ -4,7 +4,7 @@
     python -m benchmarks.engine_replay ragpulse          300 requests of the RAGPulse trace
     python -m benchmarks.engine_replay passages --small  two minutes, to see that it works
     python -m benchmarks.engine_replay passages --ways ours ours-0 ours-g16 ours-one prefix-one
-    python -m benchmarks.engine_replay report            the section of docs/performance.md
+    python -m benchmarks.engine_replay report            docs/performance.md, this section and the others
     python -m benchmarks.engine_replay validation        measured.json for benchmarks.simulate_cluster
 
 Prefix caching is always measured, and first: the moderate load follows from its capacity.
@@ -13,29 +13,26 @@ Prefix caching is always measured, and first: the moderate load follows from its
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.facts import run_facts
+from benchmarks.common.text_table import show
 from benchmarks.engine_replay_parts.arrivals import KINDS
 from benchmarks.engine_replay_parts.passages import PassagesShape, passages_workload
 from benchmarks.engine_replay_parts.ragpulse import RagpulseShape, ragpulse_workload
 from benchmarks.engine_replay_parts.record import RESULTS, RunRecord, WayRecord, read, save
-from benchmarks.engine_replay_parts.report import write_report
 from benchmarks.engine_replay_parts.run import Settings, run_ways
 from benchmarks.engine_replay_parts.tables import all_tables, gain_sentence
 from benchmarks.engine_replay_parts.texts import DATA, token_counter
 from benchmarks.engine_replay_parts.validation import write_validation
 from benchmarks.engine_replay_parts.ways import DEFAULT_WAYS, WAYS, chosen_ways
 from benchmarks.engine_replay_parts.workload import Workload
-from benchmarks.quality.results import commit
-from benchmarks.ttft import machine
+from benchmarks.performance_parts.page import write_page
 from rich.console import Console
-from rich.table import Table
 
 from cachecraft_rag import default_model
 
@@ -66,12 +63,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
         "max_num_batched_tokens": args.step_tokens,
     }
     settings = Settings(model, engine_args, args.arrivals, args.overload, args.moderate_load)
+    name = Path(args.model).name if args.model else "SmolLM2-135M-Instruct (default)"
     facts = {
-        "command": shlex.join(["python", "-m", "benchmarks.engine_replay", *sys.argv[1:]]),
-        "commit": commit(),
-        "machine": machine(),
-        "model": Path(args.model).name if args.model else "SmolLM2-135M-Instruct (default)",
-        "engine_args": engine_args,
+        **run_facts("python -m benchmarks.engine_replay", name, engine_args),
         "settings": {"arrivals": args.arrivals, "overload": args.overload, "moderate": args.moderate_load},
         "workload": {**shape, **workload.facts},
     }
@@ -81,19 +75,10 @@ def run(args: argparse.Namespace, console: Console) -> None:
     for record in run_ways(workload, ways, settings, console.print):
         done.append(record)
         save(RunRecord(workload.name, facts, done), target)  # what was measured outlives a later failure
-    show(RunRecord(workload.name, facts, done), console)
-    console.print(f"written to {target}")
-
-
-def show(record: RunRecord, console: Console) -> None:
-    for text in all_tables(record):
-        table = Table(title=text.title)
-        for column in text.columns:
-            table.add_column(column)
-        for row in text.rows:
-            table.add_row(*row)
-        console.print(table)
+    record = RunRecord(workload.name, facts, done)
+    show(all_tables(record), console)
     console.print(gain_sentence(record))
+    console.print(f"written to {target}")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -130,7 +115,7 @@ def _changed(shape: Any, args: argparse.Namespace) -> Any:
 def main() -> None:
     args = arguments()
     if args.what == "report":
-        write_report()
+        write_page()
     elif args.what == "validation":
         write_validation(read(RESULTS / "ragpulse.json"), args.json or Path("measured.json"))
     else:

@@ -11,13 +11,14 @@ requests ran, what the function had torch do included. The exit code is 1 where 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Sequence
 
+from benchmarks.common.facts import machine
+from benchmarks.common.prompts import demo_texts, messages, passages_for
+from benchmarks.engine_replay_parts.texts import token_counter
 from benchmarks.soak_parts.sampling import VLLM, Sampler
-from benchmarks.ttft import PASSAGES, machine, messages, passages_for
 from rich.console import Console
 from rich.table import Table
 
@@ -87,17 +88,17 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     console = Console(width=120)
-    texts = [json.loads(line)["text"] for line in PASSAGES.read_text().splitlines()]
+    model = args.model or default_model()
+    chunks = passages_for(args.context, token_counter(model), demo_texts())
     config = CacheCraftConfig(host_store_bytes=2 << 30, feedback_share=0.0, self_test=False)
     with CacheCraftEngine(
-        args.model or default_model(),
+        model,
         config=config,
         in_process=True,
         dtype=args.dtype,
         max_model_len=8192,
         max_num_batched_tokens=8192,
     ) as engine:
-        chunks = passages_for(args.context, engine, texts)
         rng = random.Random(SEED)
         orders = [rng.sample(chunks, len(chunks)) for _ in range(args.requests)]
         cold, hot = profile_cold(engine, orders), profile_hot(engine, orders)

@@ -1,7 +1,7 @@
 """What decoding requests notice of a long prompt beside them, and what pieces cost that prompt.
 
-    python benchmarks/stall.py                       the table of docs/performance.md
-    python benchmarks/stall.py --repeats 5 --json stall.json
+    python -m benchmarks.stall                       the table of docs/performance.md
+    python -m benchmarks.stall --repeats 5 --json stall.json
 
 Two requests decode while a third with a long prompt arrives, at `--step-tokens` tokens a step: the
 longest time between two of their tokens until it has its first, and its time to first token, for
@@ -15,18 +15,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ttft import PASSAGES, fill_store, machine, messages, passages_for
+from benchmarks.common.facts import run_facts
+from benchmarks.common.prompts import demo_texts, fill_store, messages, passages_for
+from benchmarks.common.text_table import show
+from benchmarks.engine_replay_parts.texts import token_counter
+from benchmarks.stall_parts.record import FULL, RESULT, Row, StallRecord, save
+from benchmarks.stall_parts.tables import all_tables
 from rich.console import Console
-from rich.table import Table
 
 from cachecraft_rag import CacheCraftConfig, CacheCraftEngine, Chunk, default_model
 
@@ -37,34 +40,11 @@ DECODE_TOKENS = 200
 TOKENS_BEFORE = 10
 """Tokens that each decoding request has produced when the long prompt arrives."""
 WAYS: dict[str, dict[str, Any]] = {
-    "full prefill": {"reuse": "off", "store": False},
+    FULL: {"reuse": "off", "store": False},
     "reuse, 0 %": {"reuse": "naive"},
     "reuse, 15 %": {"reuse": "cachecraft", "recompute_ratio": 0.15},
     "focus, 15 %": {"reuse": "focus", "recompute_ratio": 0.15},
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """Medians over repeats, in seconds.
-
-    Attributes:
-        gap_s: longest time between two tokens of a decoding request while the prompt was computed.
-        alone_gap_s: the same without the prompt.
-        ttft_s: of the prompt beside the decoding requests.
-        alone_ttft_s: of the prompt alone at the same tokens a step.
-        whole_ttft_s: of the prompt alone at 8192 tokens a step.
-        together_s, in_turn_s: until all of several such prompts have their first token.
-    """
-
-    way: str
-    gap_s: float
-    alone_gap_s: float
-    ttft_s: float
-    alone_ttft_s: float
-    whole_ttft_s: float = 0.0
-    together_s: float = 0.0
-    in_turn_s: float = 0.0
 
 
 class Prompts:
@@ -160,15 +140,6 @@ def open_engine(args: argparse.Namespace, step_tokens: int) -> CacheCraftEngine:
     )
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
-    titles = ("longest gap", "without it", "TTFT beside", "alone", "alone, whole", "together", "in turn")
-    table = Table("way", *titles)
-    for row in rows:
-        values = list(asdict(row).values())[1:]
-        table.add_row(row.way, *(f"{value:.3f} s" for value in values))
-    console.print(table)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default=None, help="model folder; the default model if not given")
@@ -177,37 +148,41 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=int, default=512)
     parser.add_argument("--together", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument(
+        "--json", type=Path, default=RESULT, help="file of the results, by default the page's"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
     console = Console(width=130)
-    texts = [json.loads(line)["text"] for line in PASSAGES.read_text().splitlines()]
+    model = args.model or default_model()
+    name = Path(args.model).name if args.model else "SmolLM2-135M-Instruct (default)"
+    chunks = passages_for(args.context, token_counter(model), demo_texts())
+    engine_args = {"dtype": args.dtype, "max_num_batched_tokens": args.step_tokens}
+    facts = run_facts("python -m benchmarks.stall", name, engine_args)
+    rows = []
     with open_engine(args, args.step_tokens) as engine:
-        chunks = passages_for(args.context, engine, texts)
         fill_store(engine, chunks)
         prompts = Prompts(chunks)
         asyncio.run(first_token_s(engine, prompts.next(), "reuse, 15 %"))  # warms up
-        rows = []
         for row in measure_pieces(engine, prompts, args.repeats):
             console.print(row)
             rows.append(row)
     with open_engine(args, WHOLE_STEP_TOKENS) as engine:
         fill_store(engine, chunks)
         for index, row in enumerate(rows):
-            if row.way == "full prefill":
+            if row.way == FULL:
                 continue
             whole = measure_whole(engine, prompts, args.repeats, args.together, row.way)
             rows[index] = replace(row, **whole)
             console.print(rows[index])
-    console.print(f"{args.step_tokens} tokens a step, {args.context} tokens of context, {machine()}")
-    show(rows, console)
-    if args.json:
-        settings = {name: str(value) for name, value in vars(args).items()}
-        record = {"machine": machine(), "settings": settings, "rows": [asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(record, indent=1))
+    settings = {name: getattr(args, name) for name in ("context", "step_tokens", "together", "repeats")}
+    record = StallRecord(facts, settings, rows)
+    show(all_tables(record), console)
+    save(record, args.json)
+    console.print(f"{facts['machine']}; written to {args.json}")
 
 
 if __name__ == "__main__":

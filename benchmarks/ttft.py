@@ -1,221 +1,117 @@
-"""Time to first token: full prefill against reuse, by context length, budget and granularity.
+"""Time to first token: full prefill, vLLM's prefix caching and reuse, by context length and budget.
 
-    python benchmarks/ttft.py                    the table of the README (default model, bfloat16)
-    python benchmarks/ttft.py --contexts 5000 --repeats 3 --json ttft.json
+    python benchmarks/ttft.py                                   1k to 7k tokens, default model
+    python benchmarks/ttft.py --model gemma3 --contexts 16000   one long context
+    python benchmarks/ttft.py --contexts 600 --repeats 1 --json ttft.json    to see that it works
 
-Every figure is the median of `--repeats` calls of `chat()`, from the call to the first token, in one
-run: the ways of answering take turns, each time over the same passages in another order. All chunks
-are in the store and nothing comes from vLLM's own prefix cache (`read_prefix_cache=False`). Ratios
-hold within this run; absolute times depend on what else the machine does.
+Every figure is the median of `--repeats` calls, from the call to the first token, in one run: the ways take
+turns, each time over the same passages in another order. All chunks are in the store. Prefix caching finds
+the system prompt, as the passages stand in another order than before; `prefix-same` is its best case.
+More `--strategies` put more ways into the frontier of quality against time.
+Ratios hold within this run; absolute times depend on what else the machine does. Results are kept by
+context, so that a slow machine can measure one at a time; `python -m benchmarks.performance report` makes
+the page of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import random
-import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import sys
 from pathlib import Path
-from typing import Any
 
+# Run as a file, Python looks for imports beside it only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common.facts import run_facts
+from benchmarks.common.prompts import all_texts, passages_for
+from benchmarks.common.text_table import show
+from benchmarks.engine_replay_parts.texts import DATA, CountTokens, token_counter
+from benchmarks.quality.models import MODELS, QaModel
+from benchmarks.ttft_parts.estimate import PROBE_TOKENS, ModelSize, estimate_s
+from benchmarks.ttft_parts.measure import Asker, check_orders, measure
+from benchmarks.ttft_parts.record import RESULTS, Point, add_point, read
+from benchmarks.ttft_parts.tables import aims_table, detail_table, efficiency_table, overview_table
+from benchmarks.ttft_parts.ways import Way, make_ways
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-from cachecraft_rag import CacheCraftConfig, CacheCraftEngine, Chunk, default_model
+from cachecraft_rag import CacheCraftConfig, CacheCraftEngine
 
-PASSAGES = Path(__file__).parents[1] / "examples" / "data" / "passages.jsonl"
-QUESTION = "Which of these passages speaks of a victory, and who won it?"
-SYSTEM = "Answer from the passages in a few words."
-SEED = 5
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way of answering; ratio None is full prefill."""
-
-    name: str
-    ratio: float | None
-    granularity: int = 1
-    strategy: str = "cachecraft"
-
-    def options(self) -> dict[str, Any]:
-        if self.ratio is None:
-            return {"reuse": "off"}
-        if self.ratio == 0:
-            return {"reuse": "naive"}
-        return {
-            "reuse": self.strategy,
-            "recompute_ratio": self.ratio,
-            "granularity": self.granularity,
-        }
-
-
-def ways(ratios: Sequence[float], granularities: Sequence[int], strategy: str) -> list[Way]:
-    found = [Way("full prefill", None), Way("reuse, 0 %", 0.0)]
-    for ratio in ratios:
-        found += [Way(f"reuse, {ratio:.0%}, runs of {g}", ratio, g, strategy) for g in granularities]
-    return found
-
-
-@dataclass(frozen=True)
-class Row:
-    """Medians of one way at one context length; `speedup` is against full prefill in this run."""
-
-    context: int
-    way: str
-    num_prompt_tokens: int
-    num_recomputed_tokens: int
-    num_computed_tokens: int
-    ttft_s: float
-    min_ttft_s: float
-    load_s: float
-    recompute_s: float
-    speedup: float = 1.0
-
-
-def passages_for(context: int, engine: CacheCraftEngine, texts: Sequence[str]) -> list[Chunk]:
-    """As many passages as fit `context` tokens; one call tells how long each of them is."""
-    chunks = [Chunk(text, doc_id=f"passage-{index}") for index, text in enumerate(texts)]
-    out = engine.chat(messages(chunks), chunks=chunks, max_tokens=1, reuse="off", store=False)
-    room = context
-    for index, report in enumerate(out.report.chunks):
-        room -= report.num_tokens + 1
-        if room < 0:
-            return chunks[:index]
-    raise SystemExit(f"the demo passages hold fewer than {context} tokens")
-
-
-def messages(chunks: Sequence[Chunk]) -> list[dict[str, str]]:
-    context = "\n\n".join(chunk.text for chunk in chunks)
-    return [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": f"{context}\n\n{QUESTION}"},
-    ]
-
-
-def measure(engine: CacheCraftEngine, way: Way, chunks: Sequence[Chunk], order: list[int]) -> Any:
-    shuffled = [chunks[index] for index in order]
-    out = engine.chat(
-        messages(shuffled),
-        chunks=shuffled,
-        max_tokens=1,
-        # Full prefill is vLLM's own: it must not pay for storing chunks.
-        store=way.ratio is not None,
-        read_prefix_cache=False,
-        **way.options(),
-    )
-    return out.report
-
-
-def measure_context(
-    engine: CacheCraftEngine, context: int, chunks: list[Chunk], all_ways: list[Way], repeats: int
-) -> Iterator[Row]:
-    rng = random.Random(SEED)
-    reports: dict[str, list[Any]] = {way.name: [] for way in all_ways}
-    for repeat in track(range(repeats + 1), description=f"{context} tokens", transient=True):
-        order = list(range(len(chunks)))
-        rng.shuffle(order)
-        for way in rng.sample(all_ways, len(all_ways)):
-            report = measure(engine, way, chunks, order)
-            if repeat:  # the first round warms up
-                reports[way.name].append(report)
-    full_s = statistics.median(report.ttft_s for report in reports[all_ways[0].name])
-    for way in all_ways:
-        yield _row(context, way, reports[way.name], full_s)
-
-
-def _row(context: int, way: Way, reports: Sequence[Any], full_s: float) -> Row:
-    def median(name: str) -> float:
-        return statistics.median(getattr(report, name) for report in reports)
-
-    return Row(
-        context=context,
-        way=way.name,
-        num_prompt_tokens=reports[0].num_prompt_tokens,
-        num_recomputed_tokens=int(median("num_recomputed_tokens")),
-        num_computed_tokens=int(median("num_computed_tokens")),
-        ttft_s=median("ttft_s"),
-        min_ttft_s=min(report.ttft_s for report in reports),
-        load_s=median("load_s"),
-        recompute_s=median("recompute_s"),
-        speedup=full_s / median("ttft_s"),
-    )
-
-
-def fill_store(engine: CacheCraftEngine, chunks: list[Chunk]) -> None:
-    """Compute the chunks in two orders, as traffic would, so that each is stored in context."""
-    for order in (chunks, chunks[::-1]):
-        engine.chat(messages(order), chunks=order, max_tokens=1, read_prefix_cache=False, reuse="off")
-
-
-def machine() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":", 1)[1].strip() if names else model
-    return {"cpu": model, "cores": os.cpu_count(), "load_1min": os.getloadavg()[0]}
-
-
-def show(rows: Sequence[Row], console: Console) -> None:
-    table = Table("context", "way", "prompt", "recomputed", "computed", "TTFT", "min", "load", "pass", "×")
-    for row in rows:
-        table.add_row(
-            str(row.context),
-            row.way,
-            str(row.num_prompt_tokens),
-            str(row.num_recomputed_tokens),
-            str(row.num_computed_tokens),
-            f"{row.ttft_s:.3f} s",
-            f"{row.min_ttft_s:.3f} s",
-            f"{row.load_s:.3f}",
-            f"{row.recompute_s:.3f}",
-            f"{row.speedup:.1f}",
-        )
-    console.print(table)
+BUDGETS = (0.0, 0.05, 0.15, 0.30, 0.50, 1.0)
+NOT_PASSAGES = 1024
+"""Tokens left for the preamble and the question."""
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", default=None, help="model folder; the default model if not given")
+    default = CacheCraftConfig()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=tuple(MODELS), default="default")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1000, 2000, 5000])
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.15, 0.30])
-    parser.add_argument("--granularities", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--strategy", default="cachecraft", help="focus asks the question first")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1000, 2000, 5000, 7000])
+    parser.add_argument("--ratios", type=float, nargs="+", default=BUDGETS, help="budgets, in [0, 1]")
+    parser.add_argument(
+        "--granularities",
+        type=int,
+        nargs="+",
+        default=list(dict.fromkeys((default.granularity, 1, 4, 16))),
+        help="runs of tokens; all but the first at 15 and 30 %% only",
+    )
+    parser.add_argument("--strategies", nargs="+", default=[default.strategy])
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--compiled", action="store_true", help="torch.compile: 50 s more of start-up")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--data", type=Path, default=DATA, help="corpora, for more than the demo's passages")
+    parser.add_argument("--json", type=Path, help="file of the results, by default the page's")
     return parser.parse_args()
+
+
+def announce(
+    asker: Asker, count: CountTokens, ways: list[Way], args: argparse.Namespace, console: Console
+) -> None:
+    """Say how long this will take, judging by one short prefill."""
+    passages = passages_for(PROBE_TOKENS, count, all_texts(args.data))
+    # The second call: the first pays for what a process does once.
+    asker.ask(passages, reuse="off", store=False, read_prefix_cache=False)
+    probe = asker.ask(passages, reuse="off", store=False, read_prefix_cache=False)
+    size = ModelSize.read(asker.model.folder())
+    seconds = estimate_s(size, args.contexts, ways, args.repeats, (probe.num_prompt, probe.ttft_s))
+    num_calls = args.repeats * len(ways) * len(args.contexts)
+    console.print(f"{num_calls} measured calls: about {seconds / 60:.1f} minutes")
+
+
+def open_engine(model: QaModel, engine_args: dict[str, object]) -> CacheCraftEngine:
+    # Feedback answers again in idle time, beside what is measured.
+    return CacheCraftEngine(model.folder(), config=CacheCraftConfig(feedback_share=0.0), **engine_args)
 
 
 def main() -> None:
     args = arguments()
-    console = Console(width=120)
-    texts = [json.loads(line)["text"] for line in PASSAGES.read_text().splitlines()]
-    rows: list[Row] = []
-    with CacheCraftEngine(
-        args.model or default_model(),
-        config=CacheCraftConfig(),
-        dtype=args.dtype,
-        max_model_len=8192,
-        max_num_batched_tokens=8192,
-        enforce_eager=not args.compiled,
-    ) as engine:
-        for context in args.contexts:
-            chunks = passages_for(context, engine, texts)
-            fill_store(engine, chunks)
-            all_ways = ways(args.ratios, args.granularities, args.strategy)
-            rows += measure_context(engine, context, chunks, all_ways, args.repeats)
-    console.print(f"model {args.model or 'default'}, {args.dtype}, {machine()}, {args.repeats} repeats")
-    show(rows, console)
-    if args.json:
-        args.json.write_text(json.dumps({"machine": machine(), "rows": [asdict(r) for r in rows]}, indent=1))
+    console = Console(width=170)
+    model = MODELS[args.model]
+    room = max(args.contexts) + NOT_PASSAGES
+    engine_args = {
+        "dtype": args.dtype,
+        "max_model_len": room,
+        "max_num_batched_tokens": room,
+        "enforce_eager": not args.compiled,
+    }
+    facts = run_facts("python benchmarks/ttft.py", model.label, engine_args)
+    target = args.json or RESULTS / f"{args.model}-{args.dtype}.json"
+    ways = make_ways(args.strategies, args.ratios, args.granularities)
+    count = token_counter(model.folder())
+    prompts = {context: passages_for(context, count, all_texts(args.data)) for context in args.contexts}
+    check_orders(prompts.values())
+    with open_engine(model, engine_args) as engine:
+        asker = Asker(engine, model)
+        announce(asker, count, ways, args, console)
+        for context, passages in prompts.items():
+            measured = measure(asker, passages, ways, args.repeats, f"{context} tokens")
+            point = Point(context, facts, measured)
+            add_point(target, point)  # what was measured outlives a later failure
+            show([detail_table(point)], console)
+    points = read(target)
+    show([overview_table(points), efficiency_table(points), aims_table(points)], console)
+    console.print(f"{model.label}, {args.dtype}, {facts['machine']}; written to {target}")
 
 
 if __name__ == "__main__":

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.common.aims import Verdict, verdict_table
+from benchmarks.common.text_table import NOTHING, TextTable
 from benchmarks.engine_replay_parts.figures import Comparison, Figures
 from benchmarks.engine_replay_parts.record import LOADS, MODERATE, SATURATED, RunRecord, WayRecord
 from benchmarks.engine_replay_parts.ways import BASELINE, DEFAULT_WAYS, WAYS
 
 GIB = 1024**3
-NOTHING = "–"
-
-
-@dataclass(frozen=True, slots=True)
-class TextTable:
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +23,6 @@ class Aim:
     value: Callable[[Figures, Comparison], float]
     limit: float
     is_least: bool
-
-    def is_met(self, value: float) -> bool:
-        return value >= self.limit if self.is_least else value <= self.limit
 
 
 _P99 = 2
@@ -180,7 +171,7 @@ def parts_table(record: RunRecord) -> TextTable:
 
 
 def aims_table(record: RunRecord) -> TextTable:
-    rows = []
+    verdicts = []
     ours = record.of("ours")
     for aim in AIMS.get(record.workload, ()) if ours else ():
         assert ours is not None
@@ -188,10 +179,8 @@ def aims_table(record: RunRecord) -> TextTable:
         if figures is None or compared is None:
             continue
         value = aim.value(figures, compared)
-        sign = "≥" if aim.is_least else "≤"
-        met = "met" if aim.is_met(value) else "missed"
-        rows.append((aim.name, aim.load, f"{sign} {aim.limit}", f"{value:.2f}", met))
-    return TextTable(f"{record.workload}: aims of `ours`", ("figure", "load", "aim", "measured", ""), rows)
+        verdicts.append(Verdict(f"{aim.name}, {aim.load}", aim.limit, value, aim.is_least))
+    return verdict_table(f"{record.workload}: aims of `ours`", verdicts)
 
 
 def gain_sentence(record: RunRecord) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +23,9 @@ def draw(cell: Cell, target: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for ax, value, label in zip(axes, (kl, agreement), ("KL (nats)", "agreement"), strict=True):
         for name, ways in _curves(cell).items():
-            _plot(ax, name, [(_charged(cell, way), estimate([cell], way.name, value)) for way in ways])
+            plot_estimates(
+                ax, name, [(_charged(cell, way), estimate([cell], way.name, value)) for way in ways]
+            )
         ax.set(xlabel="charged budget (share of the loaded chunk tokens)", ylabel=label)
         ax.grid(alpha=0.3)
     axes[0].set_yscale("log")
@@ -34,13 +37,14 @@ def draw(cell: Cell, target: Path) -> None:
     plt.close(figure)
 
 
-def _plot(ax: Any, name: str, points: list[tuple[float, Estimate]]) -> None:
-    budgets = [budget for budget, _ in points]
+def plot_estimates(ax: Any, name: str, points: Sequence[tuple[float, Estimate]]) -> None:
+    """A curve with its intervals through (x, estimate)."""
+    places = [place for place, _ in points]
     means = [estimate.mean for _, estimate in points]
     # Rounding can put the mean outside an interval of no width.
     below = [max(0.0, estimate.mean - estimate.low) for _, estimate in points]
     above = [max(0.0, estimate.high - estimate.mean) for _, estimate in points]
-    ax.errorbar(budgets, means, yerr=[below, above], marker="o", markersize=3, capsize=2, lw=1, label=name)
+    ax.errorbar(places, means, yerr=[below, above], marker="o", markersize=3, capsize=2, lw=1, label=name)
 
 
 def _curves(cell: Cell) -> dict[str, list[Way]]:

@@ -8,6 +8,7 @@ attention backends) is decided by the engine's start-up self-test.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -214,12 +215,21 @@ class KVLayer:
     sliding_window: int | None
     logits_soft_cap: float
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(
+        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor | None = None
+    ) -> None:
         """Write keys and values (n, num_kv_heads, head_size) into the paged cache at `slots` (n,),
-        through the backend's own writer: it alone knows the layout and the quantisation."""
+        through the backend's own writer: it alone knows the layout and the quantisation. Into the layer's
+        own cache unless another is given."""
         attention = self.attention
         writer = getattr(attention.impl, _ORIGINAL_UPDATE, attention.impl.do_kv_cache_update)
-        writer(attention, key, value, attention.kv_cache, slots)
+        writer(attention, key, value, attention.kv_cache if cache is None else cache, slots)
+
+    @property
+    def has_plain_softmax(self) -> bool:
+        """Attention is softmax(scale * QK)V over all keys before, and nothing else."""
+        sinks = getattr(self.attention.impl, "sinks", None)
+        return self.sliding_window is None and not self.logits_soft_cap and sinks is None
 
 
 _ORIGINAL_UPDATE = "_cachecraft_original_update"
@@ -287,8 +297,47 @@ def rotate_keys(table: RotaryTable, keys: torch.Tensor, turn: torch.Tensor) -> t
     return rotated.view(keys.shape).to(keys.dtype)
 
 
+def has_plain_kv(layer: KVLayer, block_size: int) -> bool:
+    """Whether `read_kv` gives back what the layer's writer wrote: tried on a block of scratch memory.
+
+    False for packed layouts (AMX), quantised KV, and everything that is not the CPU backend's.
+    """
+    import torch
+
+    cache = layer.attention.kv_cache
+    expected = (layer.num_kv_heads, block_size, 2 * layer.head_size)
+    plain = (torch.float32, torch.bfloat16, torch.float16)
+    if cache.device.type != "cpu" or tuple(cache.shape[1:]) != expected or cache.dtype not in plain:
+        return False
+    scratch = torch.zeros((1, *expected), dtype=cache.dtype)
+    # Not random: vLLM's sampler draws from the same generator. Whole numbers below 256 are exact in bfloat16.
+    shape = (2, block_size, layer.num_kv_heads, layer.head_size)
+    key, value = (torch.arange(math.prod(shape)) % 251).view(shape).to(cache.dtype)
+    layer.write(key, value, torch.arange(block_size), cache=scratch)
+    read_key, read_value = _plain_kv(scratch)
+    return torch.equal(read_key, key.transpose(0, 1)) and torch.equal(read_value, value.transpose(0, 1))
+
+
+def read_kv(layer: KVLayer, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of keys and values, (num_kv_heads, len(blocks) * block_size, head_size) each, of a layer that
+    `has_plain_kv`."""
+    return _plain_kv(layer.attention.kv_cache.index_select(0, blocks))
+
+
+def _plain_kv(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The CPU backend's layout: in each block and head first the keys, head dimension by token, then the
+    values, token by head dimension."""
+    num_blocks, num_heads, block_size, width = blocks.shape
+    head_size = width // 2
+    keys, values = blocks.view(num_blocks, num_heads, 2 * block_size, head_size).chunk(2, dim=2)
+    keys = keys.view(num_blocks, num_heads, head_size, block_size).permute(1, 0, 3, 2)
+    shape = (num_heads, num_blocks * block_size, head_size)
+    return keys.reshape(shape), values.transpose(0, 1).reshape(shape)
+
+
 OnUpdate = Callable[[int, "torch.Tensor", "torch.Tensor", "torch.Tensor"], None]
 OnQuery = Callable[[int, "torch.Tensor"], None]
+Attend = Callable[[int, "torch.Tensor", "torch.Tensor"], bool]
 
 
 def watch_layers(
@@ -323,6 +372,27 @@ def _wrap_forward(impl: Any, index: int, on_query: OnQuery) -> None:
     def forward(layer: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
         on_query(index, query)
         return original(layer, query, *args, **kwargs)
+
+    impl.forward = forward
+
+
+def offer_attention(layers: Sequence[KVLayer], indices: Iterable[int], attend: Attend) -> None:
+    """Ask `attend(layer index, query, output)` (n, num_heads, head_size) before the attention of the layers
+    `indices`; where it gives True it has filled `output`, and the backend's own attention is left out."""
+    for index in indices:
+        _wrap_attention(layers[index], index, attend)
+
+
+def _wrap_attention(described: KVLayer, index: int, attend: Attend) -> None:
+    impl = described.attention.impl
+    original, shape = impl.forward, (-1, described.num_heads, described.head_size)
+
+    def forward(
+        layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, **kw: Any
+    ) -> Any:
+        if attend(index, query.view(shape), output.view(shape)):
+            return output
+        return original(layer, query, key, value, cache, metadata, output=output, **kw)
 
     impl.forward = forward
 

@@ -17,6 +17,7 @@ from cachecraft_rag.planner.plan import Load
 from cachecraft_rag.planner.selection import positions_of
 from cachecraft_rag.vllm_connector import compat
 from cachecraft_rag.vllm_connector.capture import Sink
+from cachecraft_rag.vllm_connector.gathered_attention import MIN_TOKENS, GatheredRequest
 from cachecraft_rag.vllm_connector.live_choice import (
     DEVIATION_LAYER,
     Choice,
@@ -69,6 +70,7 @@ class JobRunner:
     leads: Mapping[str, Sink]
     block_size: int
     tensor_parallel_size: int
+    gathers: bool = False
     under_way: PassUnderWay | None = None
 
     def work(self, job: LoadJob, allowance: Allowance) -> Work:
@@ -110,7 +112,11 @@ class JobRunner:
         """Compute parts of several jobs, all watched to the same layer, in one forward."""
         slots = [slots_at(part.job.block_ids, self.block_size, part.positions) for part in parts]
         final_slots = [np.where(part.is_final, own, -1) for part, own in zip(parts, slots, strict=True)]
-        self.under_way = PassUnderWay(tuple(_watches(parts)), torch.from_numpy(np.concatenate(final_slots)))
+        self.under_way = PassUnderWay(
+            tuple(_watches(parts)),
+            torch.from_numpy(np.concatenate(final_slots)),
+            tuple(_gathered(parts, self.block_size)) if self.gathers else (),
+        )
         try:
             with suppress(PassEnded):
                 compat.run_recompute_pass(
@@ -122,6 +128,16 @@ class JobRunner:
                 )
         finally:
             self.under_way = None
+
+    def attend(self, layer: int, query: torch.Tensor, output: torch.Tensor) -> bool:
+        """Compute the attention of the pass under way, if it is one whose keys were to be gathered."""
+        if self.under_way is None or not self.under_way.gathered:
+            return False
+        described = self.layers[layer]
+        for request in self.under_way.gathered:
+            keys, values = compat.read_kv(described, request.blocks)
+            request.attend(query, keys, values, described.scale, output)
+        return True
 
     def _layers_to_keep(self, live: LiveSelection | None) -> frozenset[int]:
         if live is None:
@@ -188,6 +204,18 @@ def _block_table(parts: Sequence[PassPart]) -> np.ndarray:
     num_blocks = max(len(part.job.block_ids) for part in parts)
     tables = [np.pad(part.job.block_ids, (0, num_blocks - len(part.job.block_ids))) for part in parts]
     return np.repeat(tables, [len(part.spans) for part in parts], axis=0)
+
+
+def _gathered(parts: Sequence[PassPart], block_size: int) -> Iterator[GatheredRequest]:
+    """Nothing for a pass of few tokens."""
+    if sum(len(part.positions) for part in parts) < MIN_TOKENS:
+        return
+    row = 0
+    for part in parts:
+        num_blocks = int(part.positions[-1]) // block_size + 1
+        blocks = torch.from_numpy(part.job.block_ids[:num_blocks].astype(np.int64))
+        yield GatheredRequest(row, torch.from_numpy(part.positions), blocks)
+        row += len(part.positions)
 
 
 def _watches(parts: Sequence[PassPart]) -> Iterator[tuple[slice, PassWatch]]:

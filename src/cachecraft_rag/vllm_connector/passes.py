@@ -9,6 +9,7 @@ import torch
 
 from cachecraft_rag.chunks import Span
 from cachecraft_rag.planner.selection import positions_of
+from cachecraft_rag.vllm_connector.gathered_attention import GatheredRequest
 from cachecraft_rag.vllm_connector.steps import LoadJob
 
 
@@ -91,10 +92,12 @@ class PassUnderWay:
         watches: rows of the pass, and who watches them.
         final_slots: int64 (num_tokens,) in the paged cache; -1 for what is computed once more, which
             must not be captured.
+        gathered: the requests of the pass, if their attention is ours to compute; else none.
     """
 
     watches: tuple[tuple[slice, PassWatch], ...]
     final_slots: torch.Tensor
+    gathered: tuple[GatheredRequest, ...] = ()
 
     def on_update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raises PassEnded where the pass is to end."""

@@ -103,6 +103,10 @@ class WorkerSide:
             self._tensor_parallel_size,
         )
         self._layers, self._runner, self._job_runner = layers, runner, jobs
+        gathering = [index for index, layer in enumerate(layers) if layer.has_plain_softmax]
+        if gathering and all(compat.has_plain_kv(layers[index], self._block_size) for index in gathering):
+            compat.offer_attention(layers, gathering, jobs.attend)
+            jobs.gathers = True
         self._queue = JobQueue(jobs.work, jobs.run_pass, compat.pass_limits(runner), len(layers))
         compat.watch_layers(layers, self._on_update, self._queried_layers, self._on_query)
 
