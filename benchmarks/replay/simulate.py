@@ -27,12 +27,12 @@ def rates(hits: Iterable[Access], trace: Trace) -> Rates:
 
 def replay(trace: Trace, policy: Policy, capacity_tokens: int, admission: bool) -> tuple[Rates, int]:
     """Rates of a cache that starts empty, and how many newcomers it did not admit."""
-    cache = _Cache(policy, capacity_tokens, admission)
+    cache = Cache(policy, capacity_tokens, admission)
     hits = [hit for request in trace.requests for hit in cache.serve(request)]
     return rates(hits, trace), cache.num_rejected
 
 
-class _Cache:
+class Cache:
     """One token of KV is one byte here. A request's own chunks are pinned until it is done."""
 
     def __init__(self, policy: Policy, capacity_tokens: int, admission: bool) -> None:
@@ -44,8 +44,7 @@ class _Cache:
 
     def serve(self, request: Request) -> list[Access]:
         """Chunks found when the request is planned; the others are stored where there is room."""
-        for chunk in self._queue.pop_expired(request.time_s):
-            self._drop(chunk)
+        self.expire(request.time_s)
         if self._memory is not None:
             for access in request.accesses:
                 self._memory.record(access.chunk)
@@ -57,6 +56,31 @@ class _Cache:
         for access in new:
             self._use(request, access, None)
         return hits
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._stored
+
+    @property
+    def spare_tokens(self) -> int:
+        return self._spare
+
+    def expire(self, now_s: float) -> None:
+        """Drop what must not be used any more."""
+        for chunk in self._queue.pop_expired(now_s):
+            self._drop(chunk)
+
+    def victims(self, access: Access) -> list[int]:
+        """What would have to go for a newcomer."""
+        return self._queue.victims(access.num_tokens - self._spare, self._size_of)
+
+    def put(self, access: Access, now_s: float) -> None:
+        """Store a chunk that nobody asks for now, whatever has to go; it must be no larger than the cache."""
+        for victim in self.victims(access):
+            self._queue.evict(victim)
+            self._drop(victim)
+        self._spare -= access.num_tokens
+        self._stored[access.chunk] = access
+        self._use(Request(now_s, ()), access, None)
 
     def _make_room(self, access: Access) -> bool:
         victims = self._queue.victims(access.num_tokens - self._spare, self._size_of)

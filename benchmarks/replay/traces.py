@@ -36,6 +36,7 @@ class Access:
 class Request:
     time_s: float
     accesses: tuple[Access, ...]
+    conversation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def ragpulse(folder: Path) -> Trace:
     """A question service's retrieved passages; a passage named twice in a request counts once."""
     num_tokens = {row["id"]: row["tokens"] for row in rows_of(folder, "trace_ragpulse_lengths")}
     requests = [
-        Request(row["t"], _passages(row["sys"], row["passages"], num_tokens))
+        Request(row["t"], _passages(row["sys"], row["passages"], num_tokens), row["s"])
         for row in rows_of(folder, "trace_ragpulse")
         if row["passages"]
     ]

@@ -71,6 +71,8 @@ class CacheCraftConfig:
         max_missing_share: share of chunk tokens that may be missing from the store.
         max_overhead_share: share of the prompt that reuse may compute ahead of the model's own forward.
         feedback_share: share of reused requests that is asked again in idle time; 0 switches feedback off.
+        idle_warming: compute popular chunks that are not stored while nobody asks, as far as there is room;
+            with host memory as the only tier. See docs/warming.md.
         quality_target: ROUGE-L F1 against full compute that the budget is steered to.
         quality_threshold: mean of it over the last samples below which requests are computed in full.
         max_first_token_kl: nats above which a sample is looked into for a chunk that is to blame.
@@ -111,6 +113,7 @@ class CacheCraftConfig:
     max_missing_share: float = 0.5
     max_overhead_share: float = 0.8
     feedback_share: float = 0.02
+    idle_warming: bool = False
     quality_target: float = 0.9
     quality_threshold: float = 0.35
     max_first_token_kl: float = 0.25
@@ -158,6 +161,11 @@ class CacheCraftConfig:
             )
         if self.record_ttl_s is not None and not self.record_ttl_s > 0:
             raise ConfigurationError(f"record_ttl_s is {self.record_ttl_s!r}: seconds above 0, or None")
+        if self.idle_warming and self.has_cold_tiers:
+            raise ConfigurationError(
+                "idle_warming is on with a disk or Redis tier: what leaves host memory is read from there, "
+                "which costs less than computing it; switch one of them off"
+            )
         for name in ("disk_store_bytes", "redis_store_bytes"):
             if 0 != getattr(self, name) < MIN_COLD_BYTES:
                 raise ConfigurationError(

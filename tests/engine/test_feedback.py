@@ -16,6 +16,7 @@ from cachecraft_rag.engine.api import Completion, SamplingOptions
 from cachecraft_rag.engine.backend import BackendRequest
 from cachecraft_rag.engine.calls import Call, Prepared
 from cachecraft_rag.engine.feedback import MAX_WAITING_SAMPLES, Feedback
+from cachecraft_rag.engine.idle import IdleWork
 from cachecraft_rag.engine.options import CallOptions
 from cachecraft_rag.events import ChunkDecision, ChunkReport, Reason, RequestDecision, ReuseReport
 from cachecraft_rag.vllm_connector.messages import ChunkRef, RequestSpec
@@ -116,7 +117,9 @@ MakeFeedback = Callable[..., Feedback]
 def make(engine: Engine) -> MakeFeedback:
     def make(**settings: Any) -> Feedback:
         config = CacheCraftConfig(**{"feedback_share": 1.0, **settings})
-        return Feedback(config, engine.ask, engine.control, engine.forgotten.append, idle_before_work_s=0.0)
+        return Feedback(
+            config, engine.ask, engine.control, engine.forgotten.append, IdleWork(idle_before_work_s=0.0)
+        )
 
     return make
 
@@ -125,7 +128,7 @@ async def serve(feedback: Feedback, keys: tuple[ChunkKey, ...] = KEYS[:3], **opt
     """One request, steered, answered and offered; the spec it was sent with."""
     prepared = prepared_for(keys, **options)
     spec = feedback.steer(prepared.spec, prepared.call.options)
-    with feedback.traffic():
+    with feedback._idle.traffic():
         num_stored = sum(SIZE for ref in spec.chunks if ref.refusal is not None)
         completion = completed(spec, num_stored=num_stored)
         feedback.offer(replace(prepared, spec=spec), completion)
@@ -194,7 +197,7 @@ async def test_traffic_interrupts_the_work_at_once(
     work = asyncio.create_task(feedback.drain())
     while len(engine.asked) <= num_done:
         await asyncio.sleep(0)
-    with feedback.traffic():
+    with feedback._idle.traffic():
         engine.gate.set()
         for _ in range(5):
             await asyncio.sleep(0)
@@ -222,7 +225,7 @@ async def test_waiting_samples_are_bounded(make: MakeFeedback, engine: Engine) -
     """Under steady traffic the queue drops and counts its oldest samples, but for the first, which may
     have been begun."""
     feedback = make()
-    with feedback.traffic():
+    with feedback._idle.traffic():
         for index in range(MAX_WAITING_SAMPLES + 7):
             await serve(feedback, (ChunkKey(str(index)),))
         assert engine.asked == []

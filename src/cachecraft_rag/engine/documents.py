@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from cachecraft_rag.chunks import SHARED_TENANT, Chunk
@@ -74,7 +75,7 @@ class EngineDocuments(EngineLifecycle):
         if self._config.has_cold_tiers:
             self._started()
         keys = self._running.chunk_keys(tenant, [named]) if self._running is not None else []
-        return self._drop("invalidate_chunks", tenant=tenant, keys=keys)
+        return self._drop("invalidate_chunks", tenant=tenant, text=named.text, keys=keys)
 
     def purge(self, tenant: str | None = None) -> int:
         """Drop everything of one tenant; returns the number of stored records that were dropped."""
@@ -108,13 +109,28 @@ class EngineDocuments(EngineLifecycle):
         except EngineError as error:
             logger.warning("closed before all was written: %s", error)
 
-    def _drop(self, action: str, *, tenant: str, **arguments: Any) -> int:
+    @contextmanager
+    def _warming_held(self, tenant: str, doc_id: str | None, text: str | None) -> Iterator[None]:
+        """Around a change: chunks of the document, of the text, or else of the tenant, are not warmed from
+        its begin on, until they are asked for after it."""
+        warmer = self._running.warmer if self._running is not None else None
+        if warmer is None:
+            yield
+            return
+        self._live.loop.run(warmer.hold())
+        try:
+            yield
+        finally:
+            self._live.loop.run(warmer.forget(tenant, doc_id=doc_id, text=text))
+
+    def _drop(self, action: str, *, tenant: str, text: str | None = None, **arguments: Any) -> int:
         """Drop records of `tenant`, and its part of vLLM's prefix cache; the number of records."""
         # Before the start nothing is in memory, but an earlier engine may have left KV on disk or in Redis.
         if self._config.has_cold_tiers:
             self._started()
         try:
-            num_dropped = int(self._control(action, tenant=tenant, **arguments) or 0)
+            with self._warming_held(tenant, arguments.get("doc_id"), text):
+                num_dropped = int(self._control(action, tenant=tenant, **arguments) or 0)
         except CacheCraftError as fault:
             self._audit_log.changed(action, tenant, arguments, fault=str(fault))
             raise

@@ -191,7 +191,8 @@ class CacheCraftEngine(EngineDocuments):
     def stats(self) -> dict[str, Any]:
         """The store's figures, of all tenants: they are for the operator; under "engine" what this engine
         counted, under "feedback" what its samples showed and led to, under "calibration" what its budget
-        was calibrated to, None if it was not, and under "audit" what became of the audit log."""
+        was calibrated to, None if it was not, under "idle_warming" what was warmed in idle time and how often
+        that was used, if it is on, and under "audit" what became of the audit log."""
         figures: dict[str, Any] = {**(self._control("stats") or {})}
         counters = dict(self._running.counters) if self._running else {}
         figures["engine"] = {**counters, "num_known_chunks": len(self._known)}
@@ -199,6 +200,8 @@ class CacheCraftEngine(EngineDocuments):
             figures["audit"] = audit
         if self._running is not None:
             figures["feedback"] = self._running.feedback.stats()
+            if (warmer := self._running.warmer) is not None:
+                figures["idle_warming"] = warmer.stats()
             found = self._running.calibration
             figures["calibration"] = None if found is None else found.to_dict()
         return figures

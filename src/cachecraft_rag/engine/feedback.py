@@ -7,8 +7,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from cachecraft_rag.engine.api import Completion
 from cachecraft_rag.engine.breaker import Breaker, BudgetController, ChunkState, ChunkWard
 from cachecraft_rag.engine.calls import Prepared
 from cachecraft_rag.engine.diagnosis import Verdict, examine
+from cachecraft_rag.engine.idle import IdleWork
 from cachecraft_rag.engine.options import CallOptions
 from cachecraft_rag.engine.shadow import Ask, Control, Sample, Shadow, reused_chunks
 from cachecraft_rag.events import ChunkDecision, Reason, RequestDecision
@@ -26,13 +26,10 @@ from cachecraft_rag.vllm_connector.messages import RequestSpec
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_SAMPLES = 64
-IDLE_BEFORE_WORK_S = 0.2
-"""Work starts when no request came for so long: in a client's pause between two questions a sample's
-prefill would hold up the second by one engine step."""
 
 
 class Feedback:
-    """Samples, their work in the engine's idle time, and what they led to.
+    """Samples, their work in the engine's idle time (an `IdleJob`), and what they led to.
 
     `steer` and `stats` may be called from any thread; all else belongs to the engine's loop.
     """
@@ -43,8 +40,7 @@ class Feedback:
         ask: Ask,
         control: Control,
         forget_prefixes: Callable[[str], None],
-        *,
-        idle_before_work_s: float = IDLE_BEFORE_WORK_S,
+        idle: IdleWork,
     ) -> None:
         self.breaker = Breaker(config.quality_threshold)
         self.controller = BudgetController(config.quality_target)
@@ -53,15 +49,11 @@ class Feedback:
         self._max_kl = config.max_first_token_kl
         self._shadow = Shadow(ask, control)
         self._forget_prefixes = forget_prefixes
-        self._idle_before_work_s = idle_before_work_s
+        self._idle = idle
+        idle.add(self)
         self._waiting: deque[Sample] = deque()
         self._counters: Counter[str] = Counter()
         self._work_s = 0.0
-        self._num_running = 0
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
-        self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._drops: set[asyncio.Task[None]] = set()
 
     # --- what it does to requests -------------------------------------------------------------
@@ -84,23 +76,9 @@ class Feedback:
 
     # --- what it sees of requests -------------------------------------------------------------
 
-    @contextmanager
-    def traffic(self) -> Iterator[None]:
-        """Around every request: stops work under way, and lets it go on after the last one."""
-        self._num_running += 1
-        self._is_idle.clear()
-        self._stop_work()
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            if not self._num_running:
-                self._is_idle.set()
-                self._work_soon()
-
     def offer(self, prepared: Prepared, completion: Completion) -> None:
         """Take note of an answered request, and queue it as a sample where it is due."""
-        self._note_restored(completion)
+        self.note_restored(completion)
         if not self._share or not self._is_eligible(prepared, completion):
             return
         keys = reused_chunks(completion).values()
@@ -108,7 +86,8 @@ class Feedback:
         if is_due or self.breaker.is_open or self.ward.needs_sample(keys):
             self._queue(Sample(prepared))
 
-    def _note_restored(self, completion: Completion) -> None:
+    def note_restored(self, completion: Completion) -> None:
+        """Take note of what an answer computed and stored anew, of chunks in quarantine."""
         for chunk in completion.report.chunks:
             is_stored = 0 < chunk.num_tokens <= completion.report.num_stored_tokens
             if chunk.decision is ChunkDecision.COMPUTED and is_stored:
@@ -143,50 +122,34 @@ class Feedback:
 
     # --- work ---------------------------------------------------------------------------------
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
     async def drain(self) -> None:
         """Work off all waiting samples now, or as soon as no request runs."""
-        while self._waiting:
-            await self._is_idle.wait()
-            await asyncio.wait([self._start_work()])
+        await self._idle.drain(self)
         if self._drops:
             await asyncio.wait(self._drops)
 
     async def stop(self) -> None:
-        """End the work under way; the engine is about to close."""
+        """Give up what waits; the engine is about to close, and its idle work has ended."""
         self._waiting.clear()
-        self._stop_work()
-        running = [task for task in (self._task, *self._drops) if task is not None]
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*self._drops, return_exceptions=True)
 
-    def _work_soon(self) -> None:
-        if self._waiting:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._idle_before_work_s, self._start_work)
-
-    def _start_work(self) -> asyncio.Task[None]:
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._work())
-        return self._task
-
-    def _stop_work(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-
-    async def _work(self) -> None:
-        while self._waiting:
-            started_s = time.monotonic()
-            try:
-                sample = self._waiting[0]
-                self._learn(sample, await examine(self._shadow, sample, self._max_kl))
-            except Exception as error:
-                # Feedback must not end with one sample, and its faults are no user's.
-                self._counters["num_failed"] += 1
-                logger.warning("a feedback sample failed: %r", error)
-            finally:
-                self._work_s += time.monotonic() - started_s
-            self._waiting.popleft()  # not where it was interrupted: then it is taken up again
+    async def do_piece(self) -> None:
+        """Examine one sample."""
+        sample = self._waiting[0]
+        started_s = time.monotonic()
+        try:
+            self._learn(sample, await examine(self._shadow, sample, self._max_kl))
+        except Exception as error:
+            # Feedback must not end with one sample, and its faults are no user's.
+            self._counters["num_failed"] += 1
+            logger.warning("a feedback sample failed: %r", error)
+        finally:
+            self._work_s += time.monotonic() - started_s
+        self._waiting.popleft()  # not where it was interrupted: then it is taken up again
 
     def _learn(self, sample: Sample, verdict: Verdict) -> None:
         self._counters["num_examined"] += 1

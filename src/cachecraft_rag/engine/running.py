@@ -7,8 +7,8 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,8 @@ from cachecraft_rag.engine.calibration import Calibration
 from cachecraft_rag.engine.calibration_files import load_calibration
 from cachecraft_rag.engine.calls import Answer, Call, Prepared
 from cachecraft_rag.engine.feedback import Feedback
+from cachecraft_rag.engine.idle import IdleWork
+from cachecraft_rag.engine.idle_warming import IdleWarmer
 from cachecraft_rag.engine.namespace import tenant_cache_salt, tenant_namespace
 from cachecraft_rag.engine.options import CallOptions
 from cachecraft_rag.engine.reports import absent_chunks, complete_report, full_report
@@ -55,6 +57,7 @@ class RunningEngine:
         off: why nothing is reused by any request, None if reuse works.
         is_attached: whether our connector is inside vLLM.
         feedback: samples of its own answers, and what they led to.
+        warmer: computes popular chunks in idle time; None where that is switched off.
         audit_log: told of every answer; the engine's own, whose life is longer.
     """
 
@@ -84,7 +87,11 @@ class RunningEngine:
         self.segment_tokenizer = SegmentTokenizer(self._tokenizer)
         self.audit_log = AuditLog(None)
         self._calibration = load_calibration(namespace)
-        self.feedback = Feedback(config, self._answer_once, self.control, self.forget_prefixes)
+        self._idle = IdleWork()
+        self.feedback = Feedback(config, self._answer_once, self.control, self.forget_prefixes, self._idle)
+        self.warmer: IdleWarmer | None = None
+        if config.idle_warming and is_attached:
+            self.warmer = IdleWarmer(self._idle, self.prepare, self._warm_once, self.control)
 
     @property
     def max_model_len(self) -> int:
@@ -178,7 +185,7 @@ class RunningEngine:
             GenerationError: vLLM failed the request, with reuse off as well.
             EngineError: the engine is dead.
         """
-        with self.feedback.traffic():
+        with self._traffic(prepared):
             try:
                 completion = await self._answer_once(prepared)
             except GenerationError as fault:
@@ -191,7 +198,7 @@ class RunningEngine:
         A request that fails with reuse on is only sent again as long as no piece was handed out.
         """
         is_begun = is_noted = False
-        with self.feedback.traffic():
+        with self._traffic(prepared):
             try:
                 async with aclosing(self._stream(prepared)) as deltas:
                     async for delta in deltas:
@@ -203,6 +210,14 @@ class RunningEngine:
             finally:
                 if is_begun and not is_noted:
                     self.audit_log.interrupted(prepared.spec)
+
+    @contextmanager
+    def _traffic(self, prepared: Prepared) -> Iterator[None]:
+        """Around every request of a user: idle work gives way to it."""
+        with self._idle.traffic():
+            if self.warmer is not None:
+                self.warmer.count(prepared)
+            yield
 
     async def send(self, action: str, **arguments: Any) -> None:
         """Send a command to the scheduler side whose result nobody waits for."""
@@ -281,7 +296,10 @@ class RunningEngine:
         return prepared.with_spec(without_reuse(prepared.spec, full, _new_id()))
 
     async def shutdown(self) -> None:
-        """End feedback, then vLLM."""
+        """End idle work, then vLLM."""
+        if self.warmer is not None:
+            self.warmer.stop()
+        await self._idle.stop()
         await self.feedback.stop()
         await self._backend.shutdown()
 
@@ -291,6 +309,11 @@ class RunningEngine:
             async for output in outputs:
                 answer.add(output)
         return await self._complete(prepared, answer)
+
+    async def _warm_once(self, prepared: Prepared) -> Completion:
+        completion = await self._answer_once(prepared)
+        self.feedback.note_restored(completion)
+        return completion
 
     async def _stream(self, prepared: Prepared) -> AsyncGenerator[CompletionDelta, None]:
         has_begun = False
@@ -354,6 +377,8 @@ class RunningEngine:
     async def _note(self, prepared: Prepared, completion: Completion) -> Completion:
         self._count(completion.report)
         self.feedback.offer(prepared, completion)
+        if self.warmer is not None:
+            self.warmer.note_hits(prepared, completion)
         await self.audit_log.answered(prepared.spec.tenant, completion.report)
         return completion
 

@@ -117,12 +117,12 @@ async def run_calls(
         async with slots:
             completion = await answer(call)
         on_done()
-        return _is_stored(completion)
+        return is_stored(completion)
 
     return sum(await asyncio.gather(*map(one, calls)))
 
 
-def _is_stored(completion: Completion) -> bool:
+def is_stored(completion: Completion) -> bool:
     report = completion.report
     in_prompt = [chunk for chunk in report.chunks if chunk.reason is not Reason.NOT_IN_PROMPT]
     return report.num_stored_tokens > 0 or any(chunk.num_reused_tokens for chunk in in_prompt[-1:])

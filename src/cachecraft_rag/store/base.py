@@ -97,6 +97,10 @@ class ChunkStore(Protocol):
         """Whether `variants` would find something; not counted as a look-up."""
         ...
 
+    def spare_bytes(self, tenant: str) -> int:
+        """Bytes that a new record of the tenant may take without anything having to go for it."""
+        ...
+
     def tier(self, record_id: int) -> str:
         """Name of the tier that holds the payload of a ready or doomed record, else empty."""
         ...

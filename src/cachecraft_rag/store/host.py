@@ -84,6 +84,10 @@ class HostChunkStore(DocumentOperations):
     def holds(self, tenant: str, key: ChunkKey) -> bool:
         return any(map(self._is_usable, self._books.siblings(tenant, key).values()))
 
+    def spare_bytes(self, tenant: str) -> int:
+        self._drop_expired()
+        return self._room.spare_bytes(tenant)
+
     def tier(self, record_id: int) -> str:
         return TIER if self._books.find(record_id, State.READY, State.DOOMED) else ""
 

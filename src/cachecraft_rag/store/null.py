@@ -32,6 +32,9 @@ class NullChunkStore(DocumentOperations):
     def holds(self, tenant: str, key: ChunkKey) -> bool:
         return False
 
+    def spare_bytes(self, tenant: str) -> int:
+        return 0
+
     def tier(self, record_id: int) -> str:
         return ""
 

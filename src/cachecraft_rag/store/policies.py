@@ -137,7 +137,7 @@ def hybrid(half_life: float = HALF_LIFE) -> Policy:
 
     def score(previous: Score | None, use: Use, floor: float) -> Score:
         this = use.age / half_life
-        return Score(this if previous is None else _log2_sum(previous.priority, this))
+        return Score(this if previous is None else log2_sum(previous.priority, this))
 
     return score
 
@@ -180,6 +180,6 @@ def _frequency(previous: Score | None) -> float:
     return 0.0 if previous is None else previous.frequency
 
 
-def _log2_sum(a: float, b: float) -> float:
+def log2_sum(a: float, b: float) -> float:
     """log2(2^a + 2^b) without overflow."""
     return max(a, b) + math.log1p(2.0 ** -abs(a - b)) / math.log(2)

@@ -56,6 +56,13 @@ class Room:
             self._evict(self._books.evictable.victim(), for_quota=False)
         return num_before - len(self._books.records)
 
+    def spare_bytes(self, tenant: str) -> int:
+        """What a new record of the tenant may take without an eviction."""
+        quota_bytes = self._books.quotas.of(tenant)
+        if quota_bytes is None:
+            return self._spare_bytes
+        return max(0, min(self._spare_bytes, quota_bytes - self._books.usage_of(tenant).num_bytes))
+
     def behind_same_prefix(self, meta: RecordMeta) -> list[Record]:
         siblings = self._books.siblings(meta.tenant, meta.key).values()
         return [r for r in siblings if r.meta.prefix_hash == meta.prefix_hash]

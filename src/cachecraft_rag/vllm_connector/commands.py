@@ -7,12 +7,12 @@ once is answered with `awaits`, and the driver asks again with `await`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cachecraft_rag.chunks import ChunkKey
+from cachecraft_rag.chunks import ChunkKey, DocumentRef
 from cachecraft_rag.errors import InternalError
 from cachecraft_rag.store.base import ChunkStore
 from cachecraft_rag.store.journal import Action, Entry
@@ -40,6 +40,7 @@ class Commands:
         changes: None where no other process shares the store.
         on_applied: told of a change that is in the books where there are no `changes` to tell it.
         figures: what the scheduler side adds to the store's `stats`.
+        size_bytes: of a record of a chunk of so many tokens.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class Commands:
         changes: SharedChanges | None,
         on_applied: OnApplied,
         figures: Callable[[], Mapping[str, Any]],
+        size_bytes: Callable[[int], int],
     ) -> None:
         self._store = store
         self._cold = cold
         self._changes = changes
         self._on_applied = on_applied
         self._figures = figures
+        self._size_bytes = size_bytes
         self._awaited: dict[str, _Running] = {}
 
     def carry_out(self, message: ControlMessage) -> Reply:
@@ -109,6 +112,8 @@ class Commands:
                 if self._cold is not None:
                     self._cold.seek(args["tenant"], map(ChunkKey, args["keys"]))
                 return None
+            case "worth_computing":
+                return self._worth_computing(args["tenant"], args["chunks"])
             case "flush":
                 if self._changes is not None:
                     self._changes.keep_position()
@@ -121,6 +126,18 @@ class Commands:
             case "check":
                 return (yield from self._check(bool(args.get("repair"))))
         raise InternalError(f"unknown control action {message.action!r}")
+
+    def _worth_computing(self, tenant: str, chunks: Sequence[Sequence[Any]]) -> list[ChunkKey]:
+        """Keys of the chunks (key, tokens, document or None) that are not stored, of a current version, and
+        for which there is room beside those before them, with nothing having to go."""
+        spare_bytes, worth = self._store.spare_bytes(tenant), []
+        for key, num_tokens, where in chunks:
+            is_current = where is None or self._store.is_current(tenant, DocumentRef(*where))
+            size_bytes = self._size_bytes(num_tokens)
+            if is_current and size_bytes <= spare_bytes and not self._store.holds(tenant, ChunkKey(key)):
+                worth.append(ChunkKey(key))
+                spare_bytes -= size_bytes
+        return worth
 
     def _change(self, entry: Entry) -> Steps:
         """A change of documents: complete in every tier, and binding for all processes, when it returns."""

@@ -155,10 +155,11 @@ def _chunk_from_list(item: list[Any]) -> ChunkRef:
 class ControlMessage:
     """A command to the scheduler side.
 
-    `action` and its arguments: `invalidate` (doc_id, version, tenant), `replace` (doc_id, version,
-    tenant, keys), `invalidate_chunks` (tenant, keys), `purge` (tenant), `drop_chunks` (tenant, keys; in this
-    process and the cold tiers only), `prefetch` (tenant, keys), `flush` (), `stats` (), `check` (repair),
-    `await` (control_id of a command that takes longer).
+    `action` and its arguments: `invalidate` (doc_id, version, tenant), `replace` (doc_id, version, tenant,
+    keys), `invalidate_chunks` (tenant, keys), `purge` (tenant), `drop_chunks` (tenant, keys; in this
+    process and the cold tiers only), `prefetch` (tenant, keys), `worth_computing` (tenant, chunks; which of
+    them to warm), `flush` (), `stats` (), `check` (repair), `await` (control_id of a command that takes
+    longer).
     The answer is a plain dictionary, filed under `control_id` in the workers.
     """
 

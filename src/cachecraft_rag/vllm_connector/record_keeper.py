@@ -136,7 +136,7 @@ class RecordKeeper:
             tenant=spec.tenant,
             num_tokens=num_tokens,
             start=ref.span.start,
-            size_bytes=num_rows * self._bytes_per_token + num_tokens * PROFILE_BYTES_PER_TOKEN + BOOKS_BYTES,
+            size_bytes=self.size_bytes(num_tokens, num_rows),
             prefix_hash=ref.prefix_hash,
             prefix_chunks=tuple(before),
             prefix_is_exact=is_exact,
@@ -144,6 +144,10 @@ class RecordKeeper:
             document=ref.document,
             generation=state.generations[index],
         )
+
+    def size_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """Bytes of a record of a chunk, whose KV has a row for each token and each of its separator."""
+        return num_rows * self._bytes_per_token + num_tokens * PROFILE_BYTES_PER_TOKEN + BOOKS_BYTES
 
     def _open(
         self,

@@ -82,7 +82,14 @@ class SchedulerSide:
         self._replies: list[tuple[str, Mapping[str, Any]]] = []
         self._forget_leads = False
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._commands = Commands(store, cold, self._changes, self._on_applied, self._figures)
+        self._commands = Commands(
+            store,
+            cold,
+            self._changes,
+            self._on_applied,
+            self._figures,
+            lambda num_tokens: self._keeper.size_bytes(num_tokens, num_tokens),
+        )
 
     def bind_block_pool(self, block_pool: Any) -> None:
         self._block_pool = block_pool
