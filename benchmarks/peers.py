@@ -23,6 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.facts import machine
 from benchmarks.engine_replay import SMALL_PASSAGES
 from benchmarks.engine_replay_parts.passages import passages_workload
 from benchmarks.engine_replay_parts.texts import DATA, token_counter
@@ -32,7 +33,6 @@ from benchmarks.peers_parts.peer import OURS, PEERS, Peer, chosen_peers
 from benchmarks.peers_parts.runner import try_peer
 from benchmarks.peers_parts.table import compared
 from benchmarks.quality.results import commit
-from benchmarks.ttft import machine
 from rich.console import Console
 from rich.table import Table
 

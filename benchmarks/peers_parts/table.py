@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.engine_replay_parts.tables import NOTHING, TextTable
+from benchmarks.common.text_table import NOTHING, TextTable
 from benchmarks.peers_parts.job import Result
 from benchmarks.peers_parts.peer import FULL
 
