@@ -43,7 +43,8 @@ class Soak:
     show: Callable[[Sample], None]
     _counts: Counter[str] = field(default_factory=Counter)
     _settled: dict[tuple[str, int], int] = field(default_factory=dict)
-    """The newest version of a document whose replace has returned."""
+    """The newest version of a document whose replace has returned. Not of one that was invalidated or purged
+    since: an engine takes it in with whatever version it is named next."""
     _samples: list[Sample] = field(default_factory=list)
     _gaps: list[float] = field(default_factory=list)
     _faults: list[str] = field(default_factory=list)
@@ -98,26 +99,30 @@ class Soak:
 
     def _change(self, event: Event) -> None:
         if event.action is Action.PURGE:
+            for place in [place for place in self._settled if place[0] == event.tenant]:
+                del self._settled[place]
             self.engine.purge(event.tenant)
             return
         (version,) = event.versions
+        place = (event.tenant, version.document)
         if event.action is Action.INVALIDATE:
+            self._settled.pop(place, None)
             self.engine.invalidate(_name(version), tenant=event.tenant)
             return
         chunks = [self._chunk(version)]
         self.engine.replace(_name(version), str(version.number), chunks, tenant=event.tenant)
-        place = (event.tenant, version.document)
         self._settled[place] = max(self._settled.get(place, 0), version.number)
 
     async def _ask(self, event: Event) -> None:
         if event.abort is not Abort.NONE:
             await self._abort(event)
             return
-        settled = dict(self._settled) if self._is_behind(event) else {}
+        behind = self._behind(event)
         out = await self._answer(event, reuse=event.reuse)
         self._count(out)
+        still_behind = behind & self._behind(event)
         self._counts["stale"] += sum(
-            settled.get((event.tenant, version.document), 0) > version.number
+            version in still_behind
             and chunk.decision is not ChunkDecision.COMPUTED
             and chunk.reason is not Reason.PREFIX_CACHE  # computed anew by another that was behind
             for version, chunk in zip(event.versions, out.report.chunks, strict=True)
@@ -125,10 +130,13 @@ class Soak:
         if event.is_checked:
             await self._check(event)
 
-    def _is_behind(self, event: Event) -> bool:
-        return any(
-            self._settled.get((event.tenant, each.document), 0) > each.number for each in event.versions
-        )
+    def _behind(self, event: Event) -> set[Version]:
+        """Versions of the question that were replaced."""
+        return {
+            each
+            for each in event.versions
+            if self._settled.get((event.tenant, each.document), 0) > each.number
+        }
 
     async def _abort(self, event: Event) -> None:
         self._counts["aborted"] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from benchmarks.soak_parts.churn import Abort, Action, Churn, Event, Mix, Version
 from benchmarks.soak_parts.driving import COUNTS, LEAKS, Soak
 from benchmarks.soak_parts.figures import Outcome, judge
@@ -91,6 +92,14 @@ def test_replaced_version_that_is_still_reused_is_counted() -> None:
     run = Soak(Engine(), Words(), 1, 10, lambda: 4, lambda sample: None)  # type: ignore[arg-type]
     outcome = asyncio.run(run.run(iter([replaced, ask(OLD), ask(OLD), ask(NEW)])))
     assert outcome.num_stale == 1
+
+
+@pytest.mark.parametrize("action", [Action.INVALIDATE, Action.PURGE])
+def test_what_was_invalidated_since_may_come_back_in_any_version(action: Action) -> None:
+    replaced, dropped = Event(Action.REPLACE, 0, "red", (NEW,)), Event(action, 0, "red", (NEW,))
+    run = Soak(Engine(), Words(), 1, 10, lambda: 4, lambda sample: None)  # type: ignore[arg-type]
+    outcome = asyncio.run(run.run(iter([replaced, dropped, ask(OLD), ask(OLD)])))
+    assert outcome.num_stale == 0
 
 
 def test_leaks_fail_the_run() -> None:
