@@ -1,4 +1,4 @@
-"""Engines whose workers are several: tensor parallelism reuses, pipeline parallelism computes in full."""
+"""An engine of several workers: each captures, keeps and loads the KV of its own heads."""
 
 from __future__ import annotations
 
@@ -41,25 +41,15 @@ def test_ranks_share_one_store(
     with engine("two") as two:
         in_part = two.ask()
         again = two.ask()
-    assert in_part["tiers"] == ["redis", ""]
+    assert sorted(in_part["tiers"]) == ["", "redis"]
     assert again["decisions"] == ["exact"] * 2
     assert in_part["token_ids"] == again["token_ids"] == answer["token_ids"]
 
 
 def lose_share_of_a_rank(url: str) -> None:
-    """Delete the blob that rank 1 wrote of the shorter chunk, behind the back of the tier's books. Were the
-    longer one missing, too little would be left to reuse."""
+    """Delete the smaller of the blobs that rank 1 wrote, behind the back of the tier's books. Were the larger
+    one missing, too little would be left to reuse."""
     with redis.Redis.from_url(url) as client:
         blobs = [key for key in client.scan_iter("*") if key.endswith(b"/1of2")]
         assert len(blobs) == 2
         assert client.delete(min(blobs, key=client.strlen)) == 1
-
-
-def test_pipeline_parallelism_computes_in_full(run_engine: RunEngine, tiny_model: Path) -> None:
-    """Whatever reuse is asked for, the answer is that of full compute, and every report says why."""
-    settings = {**TWO_RANKS, "engine_args": {"pipeline_parallel_size": 2}}
-    with run_engine(tiny_model, **settings) as engine:
-        answers = [engine.ask(), engine.ask(), engine.ask(reuse="naive"), engine.ask(reuse="off")]
-    assert len({tuple(answer["token_ids"]) for answer in answers}) == 1
-    assert all(answer["decisions"] == ["computed"] * 2 for answer in answers)
-    assert all("pipeline parallelism" in answer["detail"] for answer in answers[:-1])
