@@ -11,6 +11,7 @@ from cachecraft_rag.vllm_connector.gathered_attention import QUERY_BLOCK, Gather
 
 HEAD_SIZE = 8
 SCALE = 0.3
+NO_BLOCKS = torch.zeros(0, dtype=torch.int64)
 
 
 def one_by_one(queries, keys, values, positions):
@@ -38,7 +39,7 @@ def test_each_query_sees_the_keys_up_to_its_own(positions, num_kv_heads, group, 
     num_rows = first_row + len(own) + 2
     queries = torch.randn(num_rows, num_kv_heads * group, HEAD_SIZE, generator=dice)
     output = torch.full_like(queries, math.inf)
-    request = GatheredRequest(first_row, own, torch.zeros(0, dtype=torch.int64))
+    request = GatheredRequest(first_row, own, NO_BLOCKS, torch.float32)
 
     request.attend(queries, keys, values, SCALE, output)
 
@@ -53,7 +54,7 @@ def test_keys_behind_a_query_do_not_matter(dtype):
     own = torch.tensor([3, 40, 41])
     queries = torch.randn(3, 2, HEAD_SIZE).to(dtype)
     keys, values = torch.randn(2, 1, 64, HEAD_SIZE).to(dtype)
-    request = GatheredRequest(0, own, torch.zeros(0, dtype=torch.int64))
+    request = GatheredRequest(0, own, NO_BLOCKS, dtype)
     first, second = torch.empty_like(queries), torch.empty_like(queries)
     request.attend(queries, keys, values, SCALE, first)
     keys[:, 42:], values[:, 42:] = 7.0, -7.0

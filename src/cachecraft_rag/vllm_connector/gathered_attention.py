@@ -3,7 +3,7 @@
 vLLM's CPU kernel takes every run of consecutive tokens as a sequence of its own and reads all keys before
 it once for each, three query rows at a time where runs are single tokens. Here the keys are gathered once
 a layer and blocks of queries share them. Measured on 2 cores without AVX-512, 720 single tokens of 4,992:
-0.094 s a layer instead of 0.125 in float32, 0.063 instead of 0.131 in bfloat16.
+0.087 s a layer instead of 0.120 in float32, 0.063 instead of 0.131 in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class QueryBlock:
     """Consecutive rows of a pass, and which keys they see.
 
     Attributes:
-        visible: bool (num_rows, num_keys); num_keys ends with the last row's own key.
+        mask: (num_rows, num_keys) in the model's dtype, added to the scores: 0 where a row sees a key, else
+            -inf; num_keys ends with the last row's own key.
     """
 
     rows: slice
-    visible: torch.Tensor
+    mask: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,16 +40,19 @@ class GatheredRequest:
         first_row: of the request in the pass.
         positions: int64 (num_tokens,), ascending; its rows in the pass, in this order.
         blocks: int64 (num_blocks,) of the paged cache, those that hold positions up to the last.
+        dtype: of the model.
     """
 
     first_row: int
     positions: torch.Tensor
     blocks: torch.Tensor
+    dtype: torch.dtype
     query_blocks: tuple[QueryBlock, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Made once for all layers; as bits and not as addends of the softmax, which take four times the room.
-        object.__setattr__(self, "query_blocks", tuple(_query_blocks(self.first_row, self.positions)))
+        # Made once for all layers. Bits would be turned into addends at every call: a tenth more time.
+        blocks = tuple(_query_blocks(self.first_row, self.positions, self.dtype))
+        object.__setattr__(self, "query_blocks", blocks)
 
     def attend(
         self,
@@ -68,20 +72,21 @@ class GatheredRequest:
         num_kv_heads, _, head_size = keys.shape
         group = queries.shape[1] // num_kv_heads
         for block in self.query_blocks:
-            num_keys = block.visible.shape[1]
+            num_keys = block.mask.shape[1]
             # Heads of a group as the batch: expanded keys are not copied, `enable_gqa` repeats them.
             found = torch.nn.functional.scaled_dot_product_attention(
                 queries[block.rows].view(-1, num_kv_heads, group, head_size).permute(2, 1, 0, 3),
                 keys[:, :num_keys].expand(group, -1, -1, -1),
                 values[:, :num_keys].expand(group, -1, -1, -1),
-                attn_mask=block.visible,
+                attn_mask=block.mask,
                 scale=scale,
             )
             output[block.rows] = found.permute(2, 1, 0, 3).flatten(1, 2)
 
 
-def _query_blocks(first_row: int, positions: torch.Tensor) -> Iterator[QueryBlock]:
+def _query_blocks(first_row: int, positions: torch.Tensor, dtype: torch.dtype) -> Iterator[QueryBlock]:
     for start in range(0, len(positions), QUERY_BLOCK):
         own = positions[start : start + QUERY_BLOCK]
-        visible = torch.arange(int(own[-1]) + 1) <= own.unsqueeze(1)
-        yield QueryBlock(slice(first_row + start, first_row + start + len(own)), visible)
+        hidden = torch.arange(int(own[-1]) + 1) > own.unsqueeze(1)
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        yield QueryBlock(slice(first_row + start, first_row + start + len(own)), mask)

@@ -115,7 +115,7 @@ class JobRunner:
         self.under_way = PassUnderWay(
             tuple(_watches(parts)),
             torch.from_numpy(np.concatenate(final_slots)),
-            tuple(_gathered(parts, self.block_size)) if self.gathers else (),
+            tuple(self._gathered(parts)) if self.gathers else (),
         )
         try:
             with suppress(PassEnded):
@@ -138,6 +138,18 @@ class JobRunner:
             keys, values = compat.read_kv(described, request.blocks)
             request.attend(query, keys, values, described.scale, output)
         return True
+
+    def _gathered(self, parts: Sequence[PassPart]) -> Iterator[GatheredRequest]:
+        """Nothing for a pass of few tokens."""
+        if sum(len(part.positions) for part in parts) < MIN_TOKENS:
+            return
+        row = 0
+        for part in parts:
+            num_blocks = int(part.positions[-1]) // self.block_size + 1
+            blocks = torch.from_numpy(part.job.block_ids[:num_blocks].astype(np.int64))
+            dtype = self.runner.model_config.dtype
+            yield GatheredRequest(row, torch.from_numpy(part.positions), blocks, dtype)
+            row += len(part.positions)
 
     def _layers_to_keep(self, live: LiveSelection | None) -> frozenset[int]:
         if live is None:
@@ -204,18 +216,6 @@ def _block_table(parts: Sequence[PassPart]) -> np.ndarray:
     num_blocks = max(len(part.job.block_ids) for part in parts)
     tables = [np.pad(part.job.block_ids, (0, num_blocks - len(part.job.block_ids))) for part in parts]
     return np.repeat(tables, [len(part.spans) for part in parts], axis=0)
-
-
-def _gathered(parts: Sequence[PassPart], block_size: int) -> Iterator[GatheredRequest]:
-    """Nothing for a pass of few tokens."""
-    if sum(len(part.positions) for part in parts) < MIN_TOKENS:
-        return
-    row = 0
-    for part in parts:
-        num_blocks = int(part.positions[-1]) // block_size + 1
-        blocks = torch.from_numpy(part.job.block_ids[:num_blocks].astype(np.int64))
-        yield GatheredRequest(row, torch.from_numpy(part.positions), blocks)
-        row += len(part.positions)
 
 
 def _watches(parts: Sequence[PassPart]) -> Iterator[tuple[slice, PassWatch]]:
