@@ -16,6 +16,8 @@ from types import FrameType
 
 INTERVAL_S = 0.002
 OURS, VLLM = "cachecraft_rag", "vllm"
+KERNELS = ("/vllm_connector/gathered_attention.py",)
+"""The model's attention, computed instead of vLLM's kernel: part of what a prefill is, not of what we add."""
 WAITING = ("/threading.py", "/selectors.py", "/queue.py", "/concurrent/futures/thread.py")
 
 
@@ -64,6 +66,8 @@ def owner_of(stack: Sequence[Place]) -> str:
     if not stack or stack[0].file.endswith(WAITING):
         return ""
     for place in stack:
+        if place.file.endswith(KERNELS):
+            return VLLM
         if f"/{OURS}/" in place.file:
             return f"{place.file.split(f'/{OURS}/', 1)[1]}:{place.function}"
         if f"/{VLLM}/" in place.file:
