@@ -304,19 +304,18 @@ def rotate_keys(table: RotaryTable, keys: torch.Tensor, turn: torch.Tensor) -> t
 def has_plain_kv(layer: KVLayer, block_size: int) -> bool:
     """Whether `read_kv` gives back what the layer's writer wrote: tried on a block of scratch memory.
 
-    False for packed layouts (AMX), quantised KV, and everything that is not the CPU backend's.
+    False for everything but float32 (see gathered_attention.py) in the CPU backend's layout.
     """
     import torch
 
     cache = layer.attention.kv_cache
     expected = (layer.num_kv_heads, block_size, 2 * layer.head_size)
-    plain = (torch.float32, torch.bfloat16, torch.float16)
-    if cache.device.type != "cpu" or tuple(cache.shape[1:]) != expected or cache.dtype not in plain:
+    if cache.device.type != "cpu" or tuple(cache.shape[1:]) != expected or cache.dtype != torch.float32:
         return False
     scratch = torch.zeros((1, *expected), dtype=cache.dtype)
-    # Not random: vLLM's sampler draws from the same generator. Whole numbers below 256 are exact in bfloat16.
+    # Not random: vLLM's sampler draws from the same generator.
     shape = (2, block_size, layer.num_kv_heads, layer.head_size)
-    key, value = (torch.arange(math.prod(shape)) % 251).view(shape).to(cache.dtype)
+    key, value = torch.arange(math.prod(shape), dtype=cache.dtype).view(shape)
     layer.write(key, value, torch.arange(block_size), cache=scratch)
     read_key, read_value = _plain_kv(scratch)
     return torch.equal(read_key, key.transpose(0, 1)) and torch.equal(read_value, value.transpose(0, 1))

@@ -147,8 +147,7 @@ class JobRunner:
         for part in parts:
             num_blocks = int(part.positions[-1]) // self.block_size + 1
             blocks = torch.from_numpy(part.job.block_ids[:num_blocks].astype(np.int64))
-            dtype = self.runner.model_config.dtype
-            yield GatheredRequest(row, torch.from_numpy(part.positions), blocks, dtype)
+            yield GatheredRequest(row, torch.from_numpy(part.positions), blocks)
             row += len(part.positions)
 
     def _layers_to_keep(self, live: LiveSelection | None) -> frozenset[int]:
