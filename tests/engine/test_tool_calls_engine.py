@@ -61,7 +61,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheCraftEngin
     config = CacheCraftConfig(self_test=False, host_store_bytes=256 * 1024**2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CACHECRAFT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        with CacheCraftEngine(model, config=config, max_model_len=2048) as made:
+        with CacheCraftEngine(model, config=config, dtype="float32", max_model_len=2048) as made:
             yield made
 
 

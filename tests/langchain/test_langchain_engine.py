@@ -30,7 +30,8 @@ PROMPT = ChatPromptTemplate.from_messages(
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[ChatCacheCraft]:
-    with ChatCacheCraft(model=default_model(), engine_args={"max_model_len": 1024}, max_tokens=8) as model:
+    engine_args = {"dtype": "float32", "max_model_len": 1024}
+    with ChatCacheCraft(model=default_model(), engine_args=engine_args, max_tokens=8) as model:
         yield model
 
 

@@ -36,7 +36,7 @@ def llm() -> Iterator[CacheCraftLLM]:
         default_model(),
         config=CacheCraftConfig(self_test=False),
         max_tokens=8,
-        engine_args={"max_model_len": 2048, "in_process": True},
+        engine_args={"dtype": "float32", "max_model_len": 2048, "in_process": True},
     )
     engine = model.engine
     yield model
