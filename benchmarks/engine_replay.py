@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.facts import run_facts
+from benchmarks.common.facts import model_name, run_facts
 from benchmarks.common.text_table import show
 from benchmarks.engine_replay_parts.arrivals import KINDS
 from benchmarks.engine_replay_parts.passages import PassagesShape, passages_workload
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         "max_num_batched_tokens": args.step_tokens,
     }
     settings = Settings(model, engine_args, args.arrivals, args.overload, args.moderate_load)
-    name = Path(args.model).name if args.model else "SmolLM2-135M-Instruct (default)"
+    name = model_name(args.model)
     facts = {
         **run_facts("python -m benchmarks.engine_replay", name, engine_args),
         "settings": {"arrivals": args.arrivals, "overload": args.overload, "moderate": args.moderate_load},

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import signal
 import sys
 import tempfile
@@ -23,7 +22,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.facts import machine
+from benchmarks.common.facts import model_name, run_facts
+from benchmarks.common.text_table import show
 from benchmarks.engine_replay import SMALL_PASSAGES
 from benchmarks.engine_replay_parts.passages import passages_workload
 from benchmarks.engine_replay_parts.texts import DATA, token_counter
@@ -32,9 +32,7 @@ from benchmarks.peers_parts.job import Asked, Job, Result
 from benchmarks.peers_parts.peer import OURS, PEERS, Peer, chosen_peers
 from benchmarks.peers_parts.runner import try_peer
 from benchmarks.peers_parts.table import compared
-from benchmarks.quality.results import commit
 from rich.console import Console
-from rich.table import Table
 
 from cachecraft_rag import default_model
 from cachecraft_rag.models import cache_dir
@@ -90,14 +88,6 @@ def save(results: Mapping[str, Result | str], facts: Mapping[str, Any], target: 
     target.write_text(json.dumps({**facts, "peers": found}, indent=1) + "\n")
 
 
-def show(results: Mapping[str, Result | str], console: Console) -> None:
-    text = compared(results)
-    table = Table(*text.columns, title=text.title)
-    for row in text.rows:
-        table.add_row(*row)
-    console.print(table)
-
-
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers",
@@ -141,11 +131,7 @@ def main() -> None:
     }
     job = first_job(workload, model, engine_args)
     facts = {
-        "command": shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
-        "commit": commit(),
-        "machine": machine(),
-        "model": Path(args.model).name if args.model else "SmolLM2-135M-Instruct (default)",
-        "engine_args": engine_args,
+        **run_facts("python -m benchmarks.peers", model_name(args.model), engine_args),
         "workload": {**asdict(shape), **workload.facts},
     }
     cache = args.cache or cache_dir() / "peers"
@@ -154,7 +140,7 @@ def main() -> None:
     for name, result in run_all(chosen_peers(tuple(args.peers)), job, cache, folder, args.timeout, console):
         results[name] = result
         save(results, facts, args.json)  # what was measured outlives a later failure
-    show(results, console)
+    show([compared(results)], console)
     console.print(f"written to {args.json}; what each said lies in {folder}", highlight=False)
 
 

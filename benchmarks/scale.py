@@ -18,12 +18,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.parts import WIDTH, Part, measure_parts
 from benchmarks.scale_bench.driver import measure_driver, measure_one_header
 from benchmarks.scale_bench.pauses import measure_pauses
 from benchmarks.scale_bench.request_path import measure_request_path
 from benchmarks.scale_bench.scheduler import measure_scheduler
 from benchmarks.scale_bench.threads import measure_threads
-from benchmarks.tables import WIDTH, Part, measure_parts
 from rich.console import Console
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)

@@ -23,7 +23,7 @@ from benchmarks.cluster_sim.run import ClusterRow, full_capacity, measure
 from benchmarks.cluster_sim.validate import validate
 from benchmarks.cluster_sim.ways import Way
 from benchmarks.cluster_sim.workload import at_rate, ragpulse_requests
-from benchmarks.tables import table
+from benchmarks.common.parts import table
 from rich.console import Console
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.facts import run_facts
+from benchmarks.common.facts import model_name, run_facts
 from benchmarks.common.prompts import demo_texts, fill_store, messages, passages_for
 from benchmarks.common.text_table import show
 from benchmarks.engine_replay_parts.texts import token_counter
@@ -158,7 +158,7 @@ def main() -> None:
     args = arguments()
     console = Console(width=130)
     model = args.model or default_model()
-    name = Path(args.model).name if args.model else "SmolLM2-135M-Instruct (default)"
+    name = model_name(args.model)
     chunks = passages_for(args.context, token_counter(model), demo_texts())
     engine_args = {"dtype": args.dtype, "max_num_batched_tokens": args.step_tokens}
     facts = run_facts("python -m benchmarks.stall", name, engine_args)

@@ -15,13 +15,13 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.parts import WIDTH, Part, measure_parts
 from benchmarks.store_bench.bandwidth import measure_bandwidth
 from benchmarks.store_bench.budget import measure_budgets
 from benchmarks.store_bench.growth import measure_growth
 from benchmarks.store_bench.lookup import measure_finds, measure_lookups
 from benchmarks.store_bench.places import Places, open_places
 from benchmarks.store_bench.precision import measure_codecs
-from benchmarks.tables import WIDTH, Part, measure_parts
 from rich.console import Console
 
 SMALLER_SIZES = (1_000, 10_000)

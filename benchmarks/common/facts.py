@@ -24,6 +24,11 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "load_1min": os.getloadavg()[0]}
 
 
+def model_name(model: str | None) -> str:
+    """What results call the model in this folder; None is the default model."""
+    return Path(model).name if model else "SmolLM2-135M-Instruct (default)"
+
+
 def run_facts(program: str, model: str, engine_args: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of the run that goes on now, taken at its start.
 

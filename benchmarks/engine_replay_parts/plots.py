@@ -5,26 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.figures import panels
 from benchmarks.engine_replay_parts.record import LOADS, SATURATED, RunRecord
 
 
 def draw(record: RunRecord, target: Path) -> None:
     """Write one PNG of a run."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
-    _throughput(axes[0], record)
-    for ax, load in zip(axes[1:], LOADS, strict=True):
-        _first_tokens(ax, record, load)
-    axes[1].legend(fontsize=7)
-    figure.suptitle(f"{record.workload}: {record.facts['model']} on {record.facts['machine']['cpu']}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Without the version of matplotlib in it, the same figures give the same file.
-    figure.savefig(target, dpi=110, metadata={"Software": None})
-    plt.close(figure)
+    title = f"{record.workload}: {record.facts['model']} on {record.facts['machine']['cpu']}"
+    with panels(target, title, count=3, width_inches=15) as axes:
+        _throughput(axes[0], record)
+        for ax, load in zip(axes[1:], LOADS, strict=True):
+            _first_tokens(ax, record, load)
+        axes[1].legend(fontsize=7)
 
 
 def _throughput(ax: Any, record: RunRecord) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common.figures import panels
 from benchmarks.common.text_table import TextTable, markdown
 from benchmarks.quality.curves import plot_estimates
 from benchmarks.quality.results import RESULTS as QUALITY_RESULTS
@@ -98,24 +99,14 @@ def frontier_table(name: str, points: Sequence[FrontierPoint]) -> TextTable:
 
 def draw(name: str, points: Sequence[FrontierPoint], target: Path) -> None:
     """Write one PNG: KL and agreement over time to first token, a curve for each strategy and cache."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for ax, value in zip(axes, ("kl", "agreement"), strict=True):
-        for label, curve in _curves(points).items():
-            plot_estimates(ax, label, [(each.ttft_s, getattr(each, value)) for each in curve])
-        ax.set(xlabel="time to first token (s)", ylabel="KL (nats)" if value == "kl" else value)
-        ax.grid(alpha=0.3)
-    axes[0].set_yscale("log")
-    axes[1].legend(fontsize=7)
-    figure.suptitle(f"{name}: budgets and granularities at {AIM_CONTEXT:,} tokens of context")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Without the version of matplotlib in it, the same figures give the same file.
-    figure.savefig(target, dpi=110, metadata={"Software": None})
-    plt.close(figure)
+    with panels(target, f"{name}: budgets and granularities at {AIM_CONTEXT:,} tokens of context") as axes:
+        for ax, value in zip(axes, ("kl", "agreement"), strict=True):
+            for label, curve in _curves(points).items():
+                plot_estimates(ax, label, [(each.ttft_s, getattr(each, value)) for each in curve])
+            ax.set(xlabel="time to first token (s)", ylabel="KL (nats)" if value == "kl" else value)
+            ax.grid(alpha=0.3)
+        axes[0].set_yscale("log")
+        axes[1].legend(fontsize=7)
 
 
 def _curves(points: Sequence[FrontierPoint]) -> dict[str, list[FrontierPoint]]:

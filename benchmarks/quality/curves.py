@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.common.figures import panels
 from benchmarks.quality.stats import Estimate
 from benchmarks.quality.tables import Cell, agreement, estimate, kl
 from benchmarks.quality.ways import FULL, Way
@@ -15,26 +16,16 @@ from benchmarks.quality.ways import FULL, Way
 
 def draw(cell: Cell, target: Path) -> None:
     """Write the curves of one cell as PNG; a strategy without a budget is one point."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for ax, value, label in zip(axes, (kl, agreement), ("KL (nats)", "agreement"), strict=True):
-        for name, ways in _curves(cell).items():
-            plot_estimates(
-                ax, name, [(_charged(cell, way), estimate([cell], way.name, value)) for way in ways]
-            )
-        ax.set(xlabel="charged budget (share of the loaded chunk tokens)", ylabel=label)
-        ax.grid(alpha=0.3)
-    axes[0].set_yscale("log")
-    axes[1].legend(fontsize=7)
-    figure.suptitle(f"{cell.model}, {cell.set_name}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Without the version of matplotlib in it, the same figures give the same file.
-    figure.savefig(target, dpi=110, metadata={"Software": None})
-    plt.close(figure)
+    with panels(target, f"{cell.model}, {cell.set_name}") as axes:
+        for ax, value, label in zip(axes, (kl, agreement), ("KL (nats)", "agreement"), strict=True):
+            for name, ways in _curves(cell).items():
+                plot_estimates(
+                    ax, name, [(_charged(cell, way), estimate([cell], way.name, value)) for way in ways]
+                )
+            ax.set(xlabel="charged budget (share of the loaded chunk tokens)", ylabel=label)
+            ax.grid(alpha=0.3)
+        axes[0].set_yscale("log")
+        axes[1].legend(fontsize=7)
 
 
 def plot_estimates(ax: Any, name: str, points: Sequence[tuple[float, Estimate]]) -> None:

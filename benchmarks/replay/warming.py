@@ -10,8 +10,8 @@ from benchmarks.replay.predictors import Predictor
 from benchmarks.replay.simulate import Cache
 from benchmarks.replay.traces import Access, Request, Trace
 
-IDLE_BEFORE_WORK_S = 0.2
-"""The engine's own: `engine.idle`."""
+from cachecraft_rag.engine.idle import IDLE_BEFORE_WORK_S
+
 MAX_CANDIDATES = 64
 """Most chunks warmed between two requests."""
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.figures import panels
 from benchmarks.ttft_parts.figures import aim_point, default_way
 from benchmarks.ttft_parts.record import Measured, Point
 from benchmarks.ttft_parts.ways import FULL, PREFIX, PREFIX_SAME
@@ -16,20 +17,11 @@ _SHOWN_BUDGETS = (0.0, 0.15, 0.30)
 
 def draw(points: Sequence[Point], target: Path) -> None:
     """Write one PNG of a model's points."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    _over_context(axes[0], points)
-    _over_budget(axes[1], aim_point(points) or points[-1])
     facts = points[-1].facts
-    figure.suptitle(f"{facts['model']}, {facts['engine_args']['dtype']}, on {facts['machine']['cpu']}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Without the version of matplotlib in it, the same figures give the same file.
-    figure.savefig(target, dpi=110, metadata={"Software": None})
-    plt.close(figure)
+    title = f"{facts['model']}, {facts['engine_args']['dtype']}, on {facts['machine']['cpu']}"
+    with panels(target, title) as axes:
+        _over_context(axes[0], points)
+        _over_budget(axes[1], aim_point(points) or points[-1])
 
 
 def _over_context(ax: Any, points: Sequence[Point]) -> None:

@@ -89,5 +89,5 @@ def _query_blocks(first_row: int, positions: torch.Tensor) -> Iterator[QueryBloc
     for start in range(0, len(positions), QUERY_BLOCK):
         own = positions[start : start + QUERY_BLOCK]
         hidden = torch.arange(int(own[-1]) + 1) > own.unsqueeze(1)
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
         yield QueryBlock(slice(first_row + start, first_row + start + len(own)), mask)
