@@ -4,7 +4,7 @@
 #   PIP_ARGS=...  more arguments for pip, for example an index that has CPU builds of torch
 #   PYTEST_ARGS=, BENCH_ARGS=, QUALITY_ARGS=, LOCK_ARGS=  more arguments for those programs
 #   REPLAY=...    workload of `make replay`: passages or ragpulse
-#   EXACTNESS_WORKERS=...  cells of `make exactness` at a time; NOTEBOOK_WORKERS=... notebooks
+#   ENGINE_WORKERS=...  engines of tests at a time; each may need 3 GiB
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
@@ -14,8 +14,7 @@ QUALITY_ARGS ?= report
 REPLAY ?= passages
 LOCK_ARGS ?=
 NOTEBOOK ?=
-EXACTNESS_WORKERS ?= 2
-NOTEBOOK_WORKERS ?= 2
+ENGINE_WORKERS ?= 2
 
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo -n)
 VENV := .venv
@@ -33,7 +32,7 @@ INSTALL_REQUIREMENTS = $(PIP_INSTALL) --no-deps -r $(REQUIREMENTS)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test unit engine redis lint notebooks outputs exactness faults bench replay stall scale soak \
+.PHONY: help venv model demo test unit engine redis lint notebooks outputs exactness pairwise faults bench replay stall scale soak \
         performance quality lock clean
 
 help: ## list the targets
@@ -56,10 +55,10 @@ demo: model ## answer questions over the demo data, with and without reuse
 test: lint redis unit engine ## lint, unit tests and engine tests
 
 unit: venv ## tests that start no engine, on all cores
-	$(RUN) -m pytest -n auto -m "not engine and not slow and not exactness" $(PYTEST_ARGS)
+	$(RUN) -m pytest -n auto -m "not engine and not slow and not exactness and not pairwise" $(PYTEST_ARGS)
 
-engine: venv ## tests with a real engine, one at a time: it takes all cores itself
-	$(RUN) -m pytest -m "engine and not slow and not exactness" $(PYTEST_ARGS)
+engine: venv ## tests with a real engine, files side by side: while one engine starts, another computes
+	$(RUN) -m pytest -n $(ENGINE_WORKERS) --dist loadfile -m "engine and not slow and not exactness" $(PYTEST_ARGS)
 
 # Tests start servers of their own; without the program they are skipped, and pytest prints why.
 redis: ## install redis-server where there is none, if this user may
@@ -74,13 +73,16 @@ lint: venv ## ruff, mypy and the import contracts
 	$(VENV)/bin/lint-imports
 
 notebooks: model ## run the example notebooks
-	$(RUN) -m pytest --nbmake --nbmake-timeout=900 -n $(NOTEBOOK_WORKERS) examples/notebooks $(PYTEST_ARGS)
+	$(RUN) -m pytest --nbmake --nbmake-timeout=900 -n $(ENGINE_WORKERS) examples/notebooks $(PYTEST_ARGS)
 
 outputs: model ## run them and write their outputs, from the .py files beside them; NOTEBOOK=name writes one
 	$(RUN) examples/write_outputs.py $(NOTEBOOK)
 
-exactness: model ## reuse against full compute: models, dtypes, ways to run the engine
-	$(RUN) -m pytest -m exactness -n $(EXACTNESS_WORKERS) --dist loadgroup tests/exactness $(PYTEST_ARGS)
+exactness: model ## reuse against full compute: models, dtypes, ways to run the engine (an hour)
+	$(RUN) -m pytest -m exactness -n $(ENGINE_WORKERS) --dist loadgroup tests/exactness $(PYTEST_ARGS)
+
+pairwise: model ## cells of it in which, with those of `make engine`, every two settings meet
+	$(RUN) -m pytest -m pairwise -n $(ENGINE_WORKERS) --dist loadgroup tests/exactness $(PYTEST_ARGS)
 
 faults: model ## planted faults, planted hard questions and 500 clean requests: are the ones found, the others left? (minutes)
 	$(RUN) -m pytest -m slow -s tests/quality_runs $(PYTEST_ARGS)

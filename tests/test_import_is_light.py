@@ -44,7 +44,7 @@ def assert_loads_none_of(names: set[str], statement: str) -> None:
     [
         "import cachecraft_rag",
         "from cachecraft_rag import CacheCraftConfig, Chunk, ReuseReport",
-        "from cachecraft_rag import __version__, default_model",
+        "from cachecraft_rag import __version__, default_dtype, default_model",
     ],
 )
 def test_package_and_nouns_load_nothing_heavy(statement: str) -> None:

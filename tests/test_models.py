@@ -132,6 +132,28 @@ def test_default_model_answers_a_question() -> None:
     assert "Paris" in tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :])
 
 
+@pytest.mark.parametrize(
+    ("build", "capabilities", "dtype"),
+    [
+        ({}, {"avx2": True, "avx512_bf16": False, "amx_bf16": False}, "float32"),
+        ({}, {"avx2": True, "avx512_bf16": True}, "auto"),
+        ({}, {"amx_bf16": True}, "auto"),
+        ({}, {"neon": True, "bf16": True}, "auto"),
+        ({}, {"neon": True}, "float32"),
+        ({"cuda": "13.0"}, {"avx2": True}, "auto"),
+    ],
+)
+def test_default_dtype_is_float32_only_where_bfloat16_would_be_emulated(
+    build: dict[str, str], capabilities: dict[str, bool], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the CPU multiplies bfloat16 itself, and on devices, vLLM's own choice stands."""
+    torch = pytest.importorskip("torch")
+    for name in ("cuda", "hip", "xpu"):
+        monkeypatch.setattr(torch.version, name, build.get(name))
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert models.default_dtype() == dtype
+
+
 def test_embeddings_put_related_sentences_closer() -> None:
     """A question lies nearer to its answer than to a sentence on something else."""
     pytest.importorskip("sentence_transformers")

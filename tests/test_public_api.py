@@ -8,7 +8,7 @@ import pytest
 
 import cachecraft_rag
 
-PROMISED = {"CacheCraftConfig", "CacheCraftEngine", "Chunk", "ReuseReport", "default_model"}
+PROMISED = {"CacheCraftConfig", "CacheCraftEngine", "Chunk", "ReuseReport", "default_dtype", "default_model"}
 
 
 def test_promised_names_are_exported() -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from llama_index.core.base.base_retriever import BaseRetriever
 from rich.progress import Progress
 
-from cachecraft_rag import CacheCraftConfig, CacheCraftEngine, Chunk, default_model
+from cachecraft_rag import CacheCraftConfig, CacheCraftEngine, Chunk, default_dtype, default_model
 from demo_parts import facts, rag, update
 from demo_parts.data import Passage, Question, in_turns, load
 from demo_parts.facts import Asked
@@ -57,16 +57,14 @@ def make_engine() -> CacheCraftEngine:
     return CacheCraftEngine(
         default_model(),
         config=CacheCraftConfig(preset="balanced"),
-        dtype="bfloat16",
+        dtype=default_dtype(),
         max_model_len=MAX_MODEL_LEN,
         use_tqdm_on_load=False,
     )
 
 
 def start(view: View, engine: CacheCraftEngine, passages: Sequence[Passage]) -> None:
-    with step(
-        view, "Start vLLM with SmolLM2-135M-Instruct, bfloat16, preset balanced; it may print warnings"
-    ):
+    with step(view, "Start vLLM with SmolLM2-135M-Instruct, preset balanced; it may print warnings"):
         engine.start()
     with step(view, "Warm up, so that the costs of a first request are not measured"):
         warm_up(engine, passages[: rag.TOP_K])

@@ -29,9 +29,10 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-from cachecraft_rag import default_model
+from cachecraft_rag import default_dtype, default_model
 
-MODEL = {"model": default_model(), "engine_args": {"max_model_len": 4096}, "max_tokens": 64}
+ENGINE_ARGS = {"max_model_len": 4096, "dtype": default_dtype()}  # float32 where the CPU lacks bfloat16
+MODEL = {"model": default_model(), "engine_args": ENGINE_ARGS, "max_tokens": 64}
 passages = [json.loads(line) for line in Path("../data/passages.jsonl").read_text().splitlines()]
 QUESTIONS = [
     "How many points did the Panthers defense surrender?",

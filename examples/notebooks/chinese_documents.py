@@ -35,7 +35,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
 
-from cachecraft_rag import default_model
+from cachecraft_rag import default_dtype, default_model
 from cachecraft_rag.llama_index import CacheCraftLLM, CacheCraftRetriever
 
 MODEL = default_model()  # 换成 "Qwen/Qwen3-0.6B" 或本地模型文件夹
@@ -71,7 +71,8 @@ class PairRetriever(BaseRetriever):
 
 
 nodes = [TextNode(id_=passage["doc_id"], text=passage["text"]) for passage in passages]
-llm = CacheCraftLLM(MODEL, engine_args={"max_model_len": 8192}, max_tokens=16)
+ENGINE_ARGS = {"max_model_len": 8192, "dtype": default_dtype()}  # float32 where the CPU lacks bfloat16
+llm = CacheCraftLLM(MODEL, engine_args=ENGINE_ARGS, max_tokens=16)
 retriever = CacheCraftRetriever(PairRetriever(nodes), llm=llm)
 query_engine = RetrieverQueryEngine.from_args(retriever, llm=llm)
 

@@ -31,7 +31,7 @@ import httpx
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from cachecraft_rag import default_model
+from cachecraft_rag import default_dtype, default_model
 from cachecraft_rag.langchain import CacheCraftRetriever, ChatCacheCraft
 
 lines = Path("../data/passages.jsonl").read_text().splitlines()
@@ -44,7 +44,8 @@ texts = [json.loads(line)["text"] for line in lines]
 # a chunk that carries the token counts and the report, which the app sends as its last line.
 
 # %%
-llm = ChatCacheCraft(model=default_model(), engine_args={"max_model_len": 2048}, max_tokens=24)
+ENGINE_ARGS = {"max_model_len": 2048, "dtype": default_dtype()}  # float32 where the CPU lacks bfloat16
+llm = ChatCacheCraft(model=default_model(), engine_args=ENGINE_ARGS, max_tokens=24)
 retriever = CacheCraftRetriever.from_texts(texts, llm=llm)
 
 

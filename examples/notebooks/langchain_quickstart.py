@@ -25,7 +25,7 @@ from pathlib import Path
 
 from langchain_core.documents import Document
 
-from cachecraft_rag import default_model
+from cachecraft_rag import default_dtype, default_model
 from cachecraft_rag.langchain import CacheCraftRetriever, ChatCacheCraft, create_cachecraft_rag_chain
 
 lines = Path("../data/passages.jsonl").read_text().splitlines()
@@ -41,7 +41,8 @@ documents = [
 # `create_cachecraft_rag_chain` puts each document into the prompt as a block of its own.
 
 # %%
-llm = ChatCacheCraft(model=default_model(), engine_args={"max_model_len": 4096}, max_tokens=24)
+ENGINE_ARGS = {"max_model_len": 4096, "dtype": default_dtype()}  # float32 where the CPU lacks bfloat16
+llm = ChatCacheCraft(model=default_model(), engine_args=ENGINE_ARGS, max_tokens=24)
 llm.chat_engine.start()  # or with the first question
 retriever = CacheCraftRetriever.from_documents(documents, llm=llm, k=4)
 chain = create_cachecraft_rag_chain(retriever, llm)

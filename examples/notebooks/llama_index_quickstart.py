@@ -26,7 +26,7 @@ from pathlib import Path
 from llama_index.core import Document
 from llama_index.core.query_engine import RetrieverQueryEngine
 
-from cachecraft_rag import default_model
+from cachecraft_rag import default_dtype, default_model
 from cachecraft_rag.llama_index import CacheCraftLLM, CacheCraftRetriever
 
 lines = Path("../data/passages.jsonl").read_text().splitlines()
@@ -40,7 +40,8 @@ documents = [Document(text=passage["text"], doc_id=passage["doc_id"]) for passag
 # model name or folder will do.
 
 # %%
-llm = CacheCraftLLM(default_model(), engine_args={"max_model_len": 4096}, max_tokens=24)
+ENGINE_ARGS = {"max_model_len": 4096, "dtype": default_dtype()}  # float32 where the CPU lacks bfloat16
+llm = CacheCraftLLM(default_model(), engine_args=ENGINE_ARGS, max_tokens=24)
 llm.engine.start()  # or with the first question
 retriever = CacheCraftRetriever.from_documents(documents, llm=llm, similarity_top_k=4)
 query_engine = RetrieverQueryEngine.from_args(retriever, llm=llm)

@@ -29,7 +29,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from IPython.display import HTML, display
 
-from cachecraft_rag import CacheCraftEngine, Chunk, default_model
+from cachecraft_rag import CacheCraftEngine, Chunk, default_dtype, default_model
 
 DATA = Path("../data")
 passages = [json.loads(line) for line in (DATA / "passages.jsonl").read_text().splitlines()]
@@ -38,7 +38,7 @@ chunks = {p["doc_id"]: Chunk(p["text"], doc_id=p["doc_id"], version="1") for p i
 SYSTEM = "Answer the question with a few words from the passages."
 NUM_PASSAGES = 8
 
-engine = CacheCraftEngine(default_model(), max_model_len=4096)
+engine = CacheCraftEngine(default_model(), max_model_len=4096, dtype=default_dtype())
 
 # %% [markdown]
 # ## The store is filled first

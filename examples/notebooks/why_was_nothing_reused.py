@@ -24,11 +24,11 @@ import json
 import textwrap
 from pathlib import Path
 
-from cachecraft_rag import CacheCraftEngine, Chunk, default_model
+from cachecraft_rag import CacheCraftEngine, Chunk, default_dtype, default_model
 
 passages = [json.loads(line) for line in Path("../data/passages.jsonl").read_text().splitlines()]
 chunks = [Chunk(passage["text"], doc_id=passage["doc_id"], version="1") for passage in passages[:4]]
-engine = CacheCraftEngine(default_model(), max_model_len=2048)
+engine = CacheCraftEngine(default_model(), max_model_len=2048, dtype=default_dtype())
 engine.start()  # or with the first question
 
 

