@@ -118,6 +118,7 @@ class CacheCraftConnector(KVConnectorBase_V1):
             self.scheduler_side.close()
         if self.worker_side is not None:
             self.worker_side.close()
+        compat.freeze_own_process()
 
     # --- scheduler side -----------------------------------------------------------------------
 
