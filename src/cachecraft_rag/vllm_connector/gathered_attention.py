@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-QUERY_BLOCK = 128
+QUERY_BLOCK = 64
 """Queries that share one product with the keys up to the last of them."""
 MIN_TOKENS = 64
 """Of a pass: below it, gathering the keys costs more than it saves."""
