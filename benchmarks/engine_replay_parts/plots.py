@@ -12,9 +12,10 @@ from benchmarks.engine_replay_parts.record import LOADS, SATURATED, RunRecord
 def draw(record: RunRecord, target: Path) -> None:
     """Write one PNG of a run."""
     title = f"{record.workload}: {record.facts['model']} on {record.facts['machine']['cpu']}"
-    with panels(target, title, count=3, width_inches=15) as axes:
+    loads = [load for load in LOADS if any(way.served.get(load) for way in record.ways)]
+    with panels(target, title, count=1 + len(loads), width_inches=5 * (1 + len(loads))) as axes:
         _throughput(axes[0], record)
-        for ax, load in zip(axes[1:], LOADS, strict=True):
+        for ax, load in zip(axes[1:], loads, strict=True):
             _first_tokens(ax, record, load)
         axes[1].legend(fontsize=7)
 
