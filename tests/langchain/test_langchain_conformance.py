@@ -49,7 +49,7 @@ def answer(prompt: str) -> str | FakeAnswer:
 def real_settings() -> dict[str, Any]:
     # Not bfloat16, the model's own: it is five times slower where a CPU does not know it.
     engine_args = {"max_model_len": 2048, "dtype": "float32"}
-    return {"model": default_model(), "engine_args": engine_args, "max_tokens": 64}
+    return {"model": default_model(), "engine_args": engine_args, "max_tokens": 100}
 
 
 def encode_length(texts: Sequence[str]) -> np.ndarray:
