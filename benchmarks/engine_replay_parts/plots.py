@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.figures import panels
-from benchmarks.engine_replay_parts.record import LOADS, SATURATED, RunRecord
+from benchmarks.engine_replay_parts.record import SATURATED, RunRecord
 
 
 def draw(record: RunRecord, target: Path) -> None:
     """Write one PNG of a run."""
     title = f"{record.workload}: {record.facts['model']} on {record.facts['machine']['cpu']}"
-    loads = [load for load in LOADS if any(way.served.get(load) for way in record.ways)]
-    with panels(target, title, count=1 + len(loads), width_inches=5 * (1 + len(loads))) as axes:
+    count = 1 + len(record.loads)
+    with panels(target, title, count=count, width_inches=5 * count) as axes:
         _throughput(axes[0], record)
-        for ax, load in zip(axes[1:], loads, strict=True):
+        for ax, load in zip(axes[1:], record.loads, strict=True):
             _first_tokens(ax, record, load)
         axes[1].legend(fontsize=7)
 

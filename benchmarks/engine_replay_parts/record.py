@@ -53,6 +53,11 @@ class RunRecord:
     facts: Mapping[str, Any]
     ways: Sequence[WayRecord]
 
+    @property
+    def loads(self) -> list[str]:
+        """The loads under which a way was measured."""
+        return [load for load in LOADS if any(way.served.get(load) for way in self.ways)]
+
     def of(self, name: str) -> WayRecord | None:
         return next((way for way in self.ways if way.way == name), None)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.common.aims import Verdict, verdict_table
 from benchmarks.common.text_table import NOTHING, TextTable
 from benchmarks.engine_replay_parts.figures import Comparison, Figures
-from benchmarks.engine_replay_parts.record import LOADS, MODERATE, SATURATED, RunRecord, WayRecord
+from benchmarks.engine_replay_parts.record import MODERATE, SATURATED, RunRecord, WayRecord
 from benchmarks.engine_replay_parts.ways import BASELINE, DEFAULT_WAYS, WAYS
 
 GIB = 1024**3
@@ -42,9 +42,8 @@ AIMS = {
 
 
 def all_tables(record: RunRecord) -> Iterator[TextTable]:
-    for load in LOADS:
-        if any(record.figures(way, load) for way in record.ways):
-            yield speed_table(record, load)
+    for load in record.loads:
+        yield speed_table(record, load)
     yield token_table(record)
     yield time_table(record)
     if len(record.ways) > len(DEFAULT_WAYS):

@@ -82,7 +82,8 @@ def make_vllm_config(
     os.environ.update(kernel_environment(plain.model_config))
     store_bytes = choose_host_store_bytes(config.host_store_bytes)
     namespace = namespace_of(namespace_facts(plain, check_vllm_version()))
-    attachment = connector_engine_args(config, store_bytes, cold_settings(config, namespace))
+    cold = cold_settings(config, namespace)
+    attachment = connector_engine_args(config, store_bytes, cold, in_process=in_process)
     attached = _engine_args({**arguments, **attachment})
     return attached.create_engine_config(), ""
 

@@ -7,7 +7,6 @@ attention backends) is decided by the engine's start-up self-test.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,9 +70,13 @@ def check_vllm_version() -> str:
 
 
 def connector_engine_args(
-    config: CacheCraftConfig, host_store_bytes: int, cold: ColdSettings
+    config: CacheCraftConfig, host_store_bytes: int, cold: ColdSettings, *, in_process: bool
 ) -> dict[str, Any]:
-    """vLLM engine arguments that attach the connector and the worker extension."""
+    """vLLM engine arguments that attach the connector and the worker extension.
+
+    Args:
+        in_process: whether vLLM runs in the caller's process, which goes on when the engine ends.
+    """
     from vllm.config import KVTransferConfig
 
     return {
@@ -92,6 +95,7 @@ def connector_engine_args(
                 "tenant_quotas": dict(config.tenant_quotas),
                 "default_tenant_quota_bytes": config.default_tenant_quota_bytes,
                 "cold": cold.to_dict(),
+                "in_process": in_process,
             },
         ),
         "worker_extension_cls": WORKER_EXTENSION,
@@ -197,18 +201,6 @@ def is_aborted(request: Any) -> bool:
 
 
 # --- worker side ------------------------------------------------------------------------------
-
-
-def freeze_own_process() -> None:
-    """Spare a process of vLLM that is about to end a last search for garbage in all of torch.
-
-    It takes seconds on a slow CPU, and vLLM kills a worker 5 s after it was told to end. vLLM's engine core
-    does so by itself on ROCm. Not where vLLM runs in the caller's process, which goes on.
-    """
-    from vllm import envs
-
-    if envs.VLLM_ENABLE_V1_MULTIPROCESSING:
-        gc.freeze()
 
 
 def worker_connector() -> Any:

@@ -12,6 +12,7 @@ counts as its own hit, but computes in this very step, are ready when a job atte
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ class CacheCraftConnector(KVConnectorBase_V1):
         block_size = vllm_config.cache_config.block_size
         num_ranks = vllm_config.parallel_config.tensor_parallel_size
         settings = ColdSettings.from_dict(extra["cold"])
+        self.is_in_process: bool = extra["in_process"]
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -118,7 +120,10 @@ class CacheCraftConnector(KVConnectorBase_V1):
             self.scheduler_side.close()
         if self.worker_side is not None:
             self.worker_side.close()
-        compat.freeze_own_process()
+        if not self.is_in_process:
+            # This process ends. Its last search for garbage, in all of torch, takes seconds on a slow CPU,
+            # and vLLM kills a worker 5 s after it was told to end. On ROCm vLLM's engine core does this too.
+            gc.freeze()
 
     # --- scheduler side -----------------------------------------------------------------------
 
