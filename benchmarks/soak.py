@@ -24,6 +24,7 @@ from benchmarks.soak_parts.churn import Churn, Mix
 from benchmarks.soak_parts.driving import Soak, Texts
 from benchmarks.soak_parts.figures import Criterion, Outcome, Sample, judge, memory_slope
 from benchmarks.soak_parts.texts import Passages, Words
+from benchmarks.soak_parts.workers import ask_workers, let_functions_be_sent
 from benchmarks.tiny_models import CONFIGS, tiny_model
 from rich.console import Console
 from rich.table import Table
@@ -72,19 +73,11 @@ def make_engine(setup: Setup, in_process: bool = False) -> CacheCraftEngine:
     )
 
 
-def count_worker_records(engine: CacheCraftEngine) -> int:
-    """Records whose KV the worker holds, those being filled included."""
-    running = engine._running
-    assert running is not None
-    (figures,) = engine._live.loop.run(running._backend.collective_rpc("cachecraft_stats"))
-    return int(figures["num_records"] + figures["num_open"])
-
-
 def show_sample(console: Console, sample: Sample) -> None:
     rate = sample.num_questions / sample.time_s
     console.print(
         f"{sample.num_questions:6d} requests, {rate:4.1f}/s: driver {sample.driver_bytes / 1e6:6.1f} MB, "
-        f"engine {sample.engine_bytes / 1e6:7.1f} MB, {sample.num_records:4d} records, "
+        f"engine {sample.engine_bytes / 1e6:7.1f} MB ({sample.free_bytes / 1e6:.1f} free), {sample.num_records:4d} records, "
         f"hit rate {sample.hit_rate:5.1%}, reused {sample.reused_share:5.1%}, "
         f"{sample.num_faults} faults"
     )
@@ -97,7 +90,7 @@ def show(outcome: Outcome, criteria: Sequence[Criterion], console: Console) -> N
     console.print(table)
     console.print(f"{outcome.num_aborted} aborted, {dict(outcome.counts)}")
     if len(outcome.samples) >= 6:
-        for name in ("driver_bytes", "engine_bytes"):
+        for name in ("driver_bytes", "engine_bytes", "free_bytes"):
             slope = memory_slope(outcome.samples, name)
             console.print(f"{name}: {slope.value:+.2f} ± {slope.error:.2f} MB per 1,000 requests")
 
@@ -118,8 +111,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    console = Console(width=130)
+    console = Console(width=140)
     sample_every = args.sample_every or max(20, args.requests // 100)
+    let_functions_be_sent()
     with tempfile.TemporaryDirectory() as folder:
         setup = default_setup() if args.model == "default" else tiny_setup(args.model, Path(folder))
         with make_engine(setup) as engine:
@@ -129,7 +123,7 @@ def main() -> None:
                 setup.texts,
                 args.in_flight,
                 sample_every,
-                partial(count_worker_records, engine),
+                partial(ask_workers, engine),
                 partial(show_sample, console),
             )
             outcome = asyncio.run(soak.run(Churn(setup.mix, SEED).events(args.requests)))

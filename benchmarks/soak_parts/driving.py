@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import psutil
 from benchmarks.soak_parts.churn import Abort, Action, Event, Version
 from benchmarks.soak_parts.figures import Outcome, Sample
+from benchmarks.soak_parts.workers import WorkerFigures
 
 from cachecraft_rag import CacheCraftEngine, Chunk
 from cachecraft_rag.engine.api import Completion
@@ -33,13 +34,13 @@ class Texts(Protocol):
 
 @dataclass(slots=True)
 class Soak:
-    """One run. `count_worker_records` asks the workers; `show` is told of every sample."""
+    """One run. `ask_workers` asks for their own figures; `show` is told of every sample."""
 
     engine: CacheCraftEngine
     texts: Texts
     num_in_flight: int
     sample_every: int
-    count_worker_records: Callable[[], int]
+    ask_workers: Callable[[], WorkerFigures]
     show: Callable[[Sample], None]
     _counts: Counter[str] = field(default_factory=Counter)
     _settled: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class Soak:
         stats = self.engine.stats()
         leaks = {name: int(stats[name]) for name in LEAKS}
         leaks["lost_blocks"] = num_free_blocks - stats["num_free_blocks"]
-        leaks["records_of_worker_only"] = self.count_worker_records() - stats["num_records"]
+        leaks["records_of_worker_only"] = self.ask_workers().num_records - stats["num_records"]
         return Outcome(
             samples=self._samples,
             gaps=self._gaps,
@@ -193,6 +194,7 @@ class Soak:
             time_s=time.monotonic() - self._started_s,
             driver_bytes=driver.memory_info().rss,
             engine_bytes=sum(child.memory_info().rss for child in driver.children(recursive=True)),
+            free_bytes=self.ask_workers().free_bytes,
             num_records=self.engine.stats()["num_records"],
             num_faults=len(faults),
             **{f"num_{name}": count for name, count in counts.items()},

@@ -10,6 +10,7 @@ from benchmarks.soak_parts.churn import Abort, Action, Churn, Event, Mix, Versio
 from benchmarks.soak_parts.driving import COUNTS, LEAKS, Soak
 from benchmarks.soak_parts.figures import Outcome, judge
 from benchmarks.soak_parts.texts import Words
+from benchmarks.soak_parts.workers import WorkerFigures
 
 from cachecraft_rag.engine.api import Completion
 from cachecraft_rag.testing import FakeEngine
@@ -48,7 +49,7 @@ class Engine(FakeEngine):
 
 
 def soak(engine: Any, events: Any, num_worker_records: int = 4) -> Outcome:
-    run = Soak(engine, Words(5, 9), 3, 10, lambda: num_worker_records, lambda sample: None)
+    run = Soak(engine, Words(5, 9), 3, 10, lambda: WorkerFigures(num_worker_records, 0), lambda sample: None)
     return asyncio.run(run.run(iter(events)))
 
 
@@ -89,7 +90,7 @@ def test_aborts_end_their_requests() -> None:
 def test_replaced_version_that_is_still_reused_is_counted() -> None:
     """The fake engine remembers texts only, so it does reuse what was replaced."""
     replaced = Event(Action.REPLACE, 0, "red", (NEW,))
-    run = Soak(Engine(), Words(), 1, 10, lambda: 4, lambda sample: None)  # type: ignore[arg-type]
+    run = Soak(Engine(), Words(), 1, 10, lambda: WorkerFigures(4, 0), lambda sample: None)  # type: ignore[arg-type]
     outcome = asyncio.run(run.run(iter([replaced, ask(OLD), ask(OLD), ask(NEW)])))
     assert outcome.num_stale == 1
 
@@ -97,7 +98,7 @@ def test_replaced_version_that_is_still_reused_is_counted() -> None:
 @pytest.mark.parametrize("action", [Action.INVALIDATE, Action.PURGE])
 def test_what_was_invalidated_since_may_come_back_in_any_version(action: Action) -> None:
     replaced, dropped = Event(Action.REPLACE, 0, "red", (NEW,)), Event(action, 0, "red", (NEW,))
-    run = Soak(Engine(), Words(), 1, 10, lambda: 4, lambda sample: None)  # type: ignore[arg-type]
+    run = Soak(Engine(), Words(), 1, 10, lambda: WorkerFigures(4, 0), lambda sample: None)  # type: ignore[arg-type]
     outcome = asyncio.run(run.run(iter([replaced, dropped, ask(OLD), ask(OLD)])))
     assert outcome.num_stale == 0
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmarks.soak_parts.figures import (
+    MEMORY,
     MIN_JUDGED_QUESTIONS,
     Criterion,
     Outcome,
@@ -23,6 +24,7 @@ SAMPLE = Sample(
     time_s=0.0,
     driver_bytes=400_000_000,
     engine_bytes=600_000_000,
+    free_bytes=0,
     num_records=10,
     num_chunks=100,
     num_chunk_hits=50,
@@ -90,6 +92,13 @@ def test_memory_slope_looks_at_the_last_half_only() -> None:
     assert memory_slope(samples(bytes_per_question=2_000)).value == pytest.approx(2.0, rel=1e-3)
 
 
+def test_memory_that_only_the_allocator_holds_is_not_in_use() -> None:
+    growing = samples(bytes_per_question=5_000)
+    kept = [replace(each, free_bytes=each.engine_bytes - 600_000_000) for each in growing]
+    assert failed(outcome(samples=growing)) == [MEMORY]
+    assert failed(outcome(samples=kept)) == []
+
+
 def test_hit_rate_of_a_fifth_has_no_sample_of_its_neighbours() -> None:
     course = samples(hits=50, last_hits=20)
     assert hit_rate_of_fifth(course, 3) == pytest.approx(0.5)
@@ -103,7 +112,7 @@ def test_clean_run_passes() -> None:
 @pytest.mark.parametrize(
     ("changed", "name"),
     [
-        ({"samples": samples(bytes_per_question=1_200)}, "memory, MB per 1,000 requests"),
+        ({"samples": samples(bytes_per_question=1_200)}, MEMORY),
         ({"samples": samples(last_hits=46)}, "hit rate, last fifth against second"),
         ({"leaks": {"num_pinned": 1}}, "leaks"),
         ({"leaks": {"lost_blocks": -1}}, "leaks"),
@@ -125,7 +134,7 @@ def test_growth_that_noise_may_hide_fails() -> None:
         replace(each, engine_bytes=each.engine_bytes + (number % 2) * 40_000_000)
         for number, each in enumerate(samples())
     ]
-    assert failed(outcome(samples=noisy)) == ["memory, MB per 1,000 requests"]
+    assert failed(outcome(samples=noisy)) == [MEMORY]
 
 
 def test_better_hit_rate_at_the_end_passes() -> None:
