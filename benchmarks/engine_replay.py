@@ -37,7 +37,7 @@ from rich.console import Console
 from cachecraft_rag import default_model
 
 SMALL_PASSAGES = PassagesShape(
-    num_passages=4, passage_tokens=200, num_warm_up=6, num_saturated=8, num_moderate=4
+    num_passages=4, passage_tokens=200, num_fill=2, num_warm_up=4, num_saturated=8, num_moderate=4
 )
 SMALL_RAGPULSE = RagpulseShape(scale=0.2, first=60, num_warm_up=6, num_saturated=16, num_moderate=4)
 

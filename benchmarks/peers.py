@@ -97,7 +97,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", default=tuple(PEERS), metavar="PEER", help=", ".join(PEERS))
     parser.add_argument("--passages", type=int, default=SMALL_PASSAGES.num_passages, help="per question")
     parser.add_argument("--passage-tokens", type=int, default=SMALL_PASSAGES.passage_tokens)
-    parser.add_argument("--warm-up", type=int, default=SMALL_PASSAGES.num_warm_up, help="requests")
+    parser.add_argument("--warm-up", type=int, default=6, help="requests")
     parser.add_argument("--requests", type=int, default=SMALL_PASSAGES.num_saturated, help="measured")
     parser.add_argument("--model", help="model folder; the default model if not given")
     parser.add_argument("--dtype", default="bfloat16")
@@ -117,6 +117,7 @@ def main() -> None:
         SMALL_PASSAGES,
         num_passages=args.passages,
         passage_tokens=args.passage_tokens,
+        num_fill=0,
         num_warm_up=args.warm_up,
         num_saturated=args.requests,
         num_moderate=0,

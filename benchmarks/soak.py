@@ -77,9 +77,9 @@ def show_sample(console: Console, sample: Sample) -> None:
     rate = sample.num_questions / sample.time_s
     console.print(
         f"{sample.num_questions:6d} requests, {rate:4.1f}/s: driver {sample.driver_bytes / 1e6:6.1f} MB, "
-        f"engine {sample.engine_bytes / 1e6:7.1f} MB ({sample.free_bytes / 1e6:.1f} free), {sample.num_records:4d} records, "
-        f"hit rate {sample.hit_rate:5.1%}, reused {sample.reused_share:5.1%}, "
-        f"{sample.num_faults} faults"
+        f"engine {sample.engine_bytes / 1e6:7.1f} MB ({sample.free_bytes / 1e6:.1f} free), "
+        f"{sample.num_records:4d} records, hit rate {sample.hit_rate:5.1%}, "
+        f"reused {sample.reused_share:5.1%}, {sample.num_faults} faults"
     )
 
 

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,22 @@ SYSTEM = "Answer from the passages in a few words."
 
 @dataclass(frozen=True, slots=True)
 class PassagesShape:
-    """How much of it: passages a request, their tokens, answers, and requests by part."""
+    """How much of it: passages a request, their tokens, answers, and requests by part.
+
+    `num_warm_up` are more requests than vLLM's own KV cache holds; `num_fill` before them fill a chunk store.
+    """
 
     num_passages: int = 10
     passage_tokens: int = 400
     max_tokens: int = 12
-    num_warm_up: int = 20
+    num_fill: int = 8
+    num_warm_up: int = 12
     num_saturated: int = 36
     num_moderate: int = 14
 
     @property
     def num_requests(self) -> int:
-        return self.num_warm_up + self.num_saturated + self.num_moderate
+        return self.num_fill + self.num_warm_up + self.num_saturated + self.num_moderate
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,6 @@ def passages_workload(folder: Path, count_tokens: CountTokens, shape: PassagesSh
     corpus, queries = data.rows("xquad_en.corpus.jsonl"), data.rows("xquad_en.queries.jsonl")
     base = knowledge_base(corpus, queries, count_tokens, shape.passage_tokens)
     requests = list(make_requests(base, exponent, count_tokens, shape))
-    first, second = shape.num_warm_up, shape.num_warm_up + shape.num_saturated
     lengths = [article.passage.num_tokens for article in base]
     facts = {
         "num_base_passages": len(base),
@@ -58,8 +61,9 @@ def passages_workload(folder: Path, count_tokens: CountTokens, shape: PassagesSh
         "zipf_exponent": exponent,
         "passages_per_request": shape.num_passages,
     }
-    parts = (requests[:first], requests[first:second], requests[second:])
-    return Workload("passages", (), *map(tuple, parts), facts)
+    rest = iter(requests)
+    lengths_of_parts = (shape.num_fill, shape.num_warm_up, shape.num_saturated, shape.num_moderate)
+    return Workload("passages", *(tuple(islice(rest, length)) for length in lengths_of_parts), facts)
 
 
 def document_counts(folder: Path) -> Counter[int]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -51,13 +51,12 @@ class Soak:
     _faults: list[str] = field(default_factory=list)
     _errors: list[str] = field(default_factory=list)
     _num_asked: int = 0
-    _sampling: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Fair, so that samples are in order."""
     _started_s: float = field(default_factory=time.monotonic)
 
     async def run(self, events: Iterator[Event]) -> Outcome:
         num_free_blocks = self.engine.stats()["num_free_blocks"]
-        await asyncio.gather(*(self._work(events) for _ in range(self.num_in_flight)))
+        while await self._ran_a_round(events):
+            await asyncio.to_thread(self._sample)
         await asyncio.to_thread(self.engine.drain_feedback)
         stats = self.engine.stats()
         leaks = {name: int(stats[name]) for name in LEAKS}
@@ -75,6 +74,21 @@ class Soak:
             counts={name: int(stats[name]) for name in COUNTS},
         )
 
+    async def _ran_a_round(self, events: Iterator[Event]) -> bool:
+        """Whether there were enough events for a sample, which is taken when nothing runs: memory in use is
+        that of requests otherwise, which come and go. `check()` is asked in the midst of them."""
+        start = self._num_asked
+        events_of_round = _take(events, self.sample_every)
+        await asyncio.gather(
+            *(self._work(events_of_round) for _ in range(self.num_in_flight)),
+            asyncio.to_thread(self._check_books),
+        )
+        return self._num_asked - start == self.sample_every
+
+    def _check_books(self) -> None:
+        self._counts["faults"] += len(found := self.engine.check())
+        self._faults.extend(found)
+
     async def _work(self, events: Iterator[Event]) -> None:
         for event in events:  # shared with the other workers: each takes the next one
             try:
@@ -83,14 +97,6 @@ class Soak:
                 self._errors.append(f"{event.action} {event.number}: {error!r}")
             if event.action is Action.ASK:
                 self._num_asked += 1
-                if self._num_asked % self.sample_every == 0:
-                    # Taken here: while a sample waits for its turn, others go on counting.
-                    num_asked, counts = self._num_asked, self._take_counts()
-                    async with self._sampling:
-                        await asyncio.to_thread(self._sample, num_asked, counts)
-
-    def _take_counts(self) -> dict[str, int]:
-        return {name: self._counts.pop(name, 0) for name in _SUMMED}
 
     async def _carry_out(self, event: Event) -> None:
         if event.action is Action.ASK:
@@ -185,25 +191,30 @@ class Soak:
         self._counts["prompt_tokens"] += out.report.num_prompt_tokens
         self._counts["reused_tokens"] += out.report.num_reused_tokens
 
-    def _sample(self, num_questions: int, counts: Mapping[str, int]) -> None:
-        faults = self.engine.check()
-        self._faults.extend(faults)
-        driver = psutil.Process()
+    def _sample(self) -> None:
+        driver, workers = psutil.Process(), self.ask_workers()
         sample = Sample(
-            num_questions=num_questions,
+            num_questions=self._num_asked,
             time_s=time.monotonic() - self._started_s,
             driver_bytes=driver.memory_info().rss,
             engine_bytes=sum(child.memory_info().rss for child in driver.children(recursive=True)),
-            free_bytes=self.ask_workers().free_bytes,
+            stored_bytes=workers.stored_bytes,
+            free_bytes=workers.free_bytes,
             num_records=self.engine.stats()["num_records"],
-            num_faults=len(faults),
-            **{f"num_{name}": count for name, count in counts.items()},
+            **{f"num_{name}": self._counts.pop(name, 0) for name in _SUMMED},
         )
         self._samples.append(sample)
         self.show(sample)
 
 
-_SUMMED = ("chunks", "chunk_hits", "prompt_tokens", "reused_tokens")
+_SUMMED = ("chunks", "chunk_hits", "prompt_tokens", "reused_tokens", "faults")
+
+
+def _take(events: Iterator[Event], num_questions: int) -> Iterator[Event]:
+    """Events up to the last of so many questions."""
+    while num_questions and (event := next(events, None)) is not None:
+        num_questions -= event.action is Action.ASK
+        yield event
 
 
 def _name(version: Version) -> str:

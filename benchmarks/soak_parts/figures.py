@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-MEMORY = "memory in use, MB per 1,000 requests"
+MEMORY = "memory beside the store, MB per 1,000 requests"
 MAX_SLOPE_MB = 1.0
 """MB per 1,000 requests, error included: one KB a request."""
 MAX_DECAY = 0.03
@@ -20,18 +20,20 @@ WIDTH_IN_ERRORS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The state after so many questions; the counts of questions are since the sample before.
+    """The state after so many questions, when none runs; the counts of questions are since the sample before.
 
     Attributes:
         driver_bytes: resident memory of this process, and `engine_bytes` of vLLM's processes together.
+        stored_bytes: of it, the store's records, which come and go within their budget.
         free_bytes: of it, what the workers' C allocator holds and nobody uses.
-        num_faults: sentences of `check()`.
+        num_faults: sentences of `check()`, asked while requests ran.
     """
 
     num_questions: int
     time_s: float
     driver_bytes: int
     engine_bytes: int
+    stored_bytes: int
     free_bytes: int
     num_records: int
     num_chunks: int
@@ -42,7 +44,7 @@ class Sample:
 
     @property
     def used_bytes(self) -> int:
-        return self.driver_bytes + self.engine_bytes - self.free_bytes
+        return self.driver_bytes + self.engine_bytes - self.stored_bytes - self.free_bytes
 
     @property
     def hit_rate(self) -> float:

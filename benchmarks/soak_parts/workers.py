@@ -15,10 +15,12 @@ class WorkerFigures:
     """
     Attributes:
         num_records: whose KV each worker holds, those being filled included.
+        stored_bytes: of the records of all workers.
         free_bytes: what the C allocator of all workers got from the system, holds, and nobody uses.
     """
 
     num_records: int
+    stored_bytes: int
     free_bytes: int
 
 
@@ -31,8 +33,12 @@ def ask_workers(engine: CacheCraftEngine) -> WorkerFigures:
     """Needs `let_functions_be_sent`."""
     running: Any = engine._running
     ask, run = running._backend.collective_rpc, engine._live.loop.run
-    figures = run(ask("cachecraft_stats"))[0]
-    return WorkerFigures(figures["num_records"] + figures["num_open"], sum(run(ask(_free_bytes))))
+    figures = run(ask("cachecraft_stats"))
+    return WorkerFigures(
+        num_records=figures[0]["num_records"] + figures[0]["num_open"],
+        stored_bytes=sum(each["num_bytes"] for each in figures),
+        free_bytes=sum(run(ask(_free_bytes))),
+    )
 
 
 _MALLINFO2 = (

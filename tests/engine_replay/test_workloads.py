@@ -145,7 +145,7 @@ def test_knowledge_base_joins_neighbours_of_an_article_and_keeps_their_questions
 
 def test_requests_have_distinct_passages_and_a_question_of_one_of_them() -> None:
     base = knowledge_base(CORPUS, QUERIES, plain_count, 100)
-    shape = PassagesShape(num_passages=3, num_warm_up=10, num_saturated=5, num_moderate=5)
+    shape = PassagesShape(num_passages=3, num_fill=4, num_warm_up=6, num_saturated=5, num_moderate=5)
     requests = list(make_requests(base, 0.7, plain_count, shape))
     assert requests == list(make_requests(base, 0.7, plain_count, shape))
     assert len(requests) == 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,8 +49,12 @@ class Engine(FakeEngine):
         pass
 
 
+def held(num_records: int) -> Callable[[], WorkerFigures]:
+    return lambda: WorkerFigures(num_records, 0, 0)
+
+
 def soak(engine: Any, events: Any, num_worker_records: int = 4) -> Outcome:
-    run = Soak(engine, Words(5, 9), 3, 10, lambda: WorkerFigures(num_worker_records, 0), lambda sample: None)
+    run = Soak(engine, Words(5, 9), 3, 10, held(num_worker_records), lambda sample: None)
     return asyncio.run(run.run(iter(events)))
 
 
@@ -90,7 +95,7 @@ def test_aborts_end_their_requests() -> None:
 def test_replaced_version_that_is_still_reused_is_counted() -> None:
     """The fake engine remembers texts only, so it does reuse what was replaced."""
     replaced = Event(Action.REPLACE, 0, "red", (NEW,))
-    run = Soak(Engine(), Words(), 1, 10, lambda: WorkerFigures(4, 0), lambda sample: None)  # type: ignore[arg-type]
+    run = Soak(Engine(), Words(), 1, 10, held(4), lambda sample: None)  # type: ignore[arg-type]
     outcome = asyncio.run(run.run(iter([replaced, ask(OLD), ask(OLD), ask(NEW)])))
     assert outcome.num_stale == 1
 
@@ -98,7 +103,7 @@ def test_replaced_version_that_is_still_reused_is_counted() -> None:
 @pytest.mark.parametrize("action", [Action.INVALIDATE, Action.PURGE])
 def test_what_was_invalidated_since_may_come_back_in_any_version(action: Action) -> None:
     replaced, dropped = Event(Action.REPLACE, 0, "red", (NEW,)), Event(action, 0, "red", (NEW,))
-    run = Soak(Engine(), Words(), 1, 10, lambda: WorkerFigures(4, 0), lambda sample: None)  # type: ignore[arg-type]
+    run = Soak(Engine(), Words(), 1, 10, held(4), lambda sample: None)  # type: ignore[arg-type]
     outcome = asyncio.run(run.run(iter([replaced, dropped, ask(OLD), ask(OLD)])))
     assert outcome.num_stale == 0
 

@@ -24,6 +24,7 @@ SAMPLE = Sample(
     time_s=0.0,
     driver_bytes=400_000_000,
     engine_bytes=600_000_000,
+    stored_bytes=0,
     free_bytes=0,
     num_records=10,
     num_chunks=100,
@@ -92,11 +93,12 @@ def test_memory_slope_looks_at_the_last_half_only() -> None:
     assert memory_slope(samples(bytes_per_question=2_000)).value == pytest.approx(2.0, rel=1e-3)
 
 
-def test_memory_that_only_the_allocator_holds_is_not_in_use() -> None:
+@pytest.mark.parametrize("name", ["free_bytes", "stored_bytes"])
+def test_memory_of_records_or_that_nobody_uses_is_no_leak(name: str) -> None:
     growing = samples(bytes_per_question=5_000)
-    kept = [replace(each, free_bytes=each.engine_bytes - 600_000_000) for each in growing]
+    accounted = [replace(each, **{name: each.engine_bytes - 600_000_000}) for each in growing]
     assert failed(outcome(samples=growing)) == [MEMORY]
-    assert failed(outcome(samples=kept)) == []
+    assert failed(outcome(samples=accounted)) == []
 
 
 def test_hit_rate_of_a_fifth_has_no_sample_of_its_neighbours() -> None:

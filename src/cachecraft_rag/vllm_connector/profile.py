@@ -111,7 +111,7 @@ def _blocks(inputs: LayerInputs) -> Iterator[tuple[int, torch.Tensor]]:
     num_before, group = num_keys - num_tokens, layer.num_heads // layer.num_kv_heads
     queries = inputs.queries.view(num_tokens, layer.num_kv_heads, group, layer.head_size)
     queries = (queries * layer.scale).permute(1, 2, 0, 3)  # (H, g, T, D)
-    keys = inputs.keys.permute(1, 2, 0).contiguous()  # (H, D, S)
+    keys = inputs.keys.permute(1, 2, 0)  # (H, D, S); a copy of it would make products slower
     size = _block_tokens(group, num_keys, inputs.keys.device)
     for start in range(0, num_tokens, size):
         stop = min(start + size, num_tokens)
