@@ -30,7 +30,7 @@ from benchmarks.quality.models import MODELS, QaModel
 from benchmarks.ttft_parts.estimate import PROBE_TOKENS, ModelSize, estimate_s
 from benchmarks.ttft_parts.measure import Asker, check_orders, measure
 from benchmarks.ttft_parts.record import RESULTS, Point, add_point, read
-from benchmarks.ttft_parts.tables import aims_table, detail_table, efficiency_table, overview_table
+from benchmarks.ttft_parts.tables import detail_table, summary_tables
 from benchmarks.ttft_parts.ways import Way, make_ways
 from rich.console import Console
 
@@ -110,7 +110,7 @@ def main() -> None:
             add_point(target, point)  # what was measured outlives a later failure
             show([detail_table(point)], console)
     points = read(target)
-    show([overview_table(points), efficiency_table(points), aims_table(points)], console)
+    show(summary_tables(points), console)
     console.print(f"{model.label}, {args.dtype}, {facts['machine']}; written to {target}")
 
 

@@ -14,10 +14,15 @@ from cachecraft_rag import CacheCraftConfig
 
 
 def page_tables(points: Sequence[Point]) -> Iterator[TextTable]:
-    """Over all contexts, and in detail the one that the aims speak of, or else the longest."""
+    """In detail the context that the aims speak of, or else the longest, and what is told of all."""
+    yield detail_table(aim_point(points) or points[-1])
+    yield from summary_tables(points)
+
+
+def summary_tables(points: Sequence[Point]) -> Iterator[TextTable]:
+    """Over all contexts; aims where the context was measured that they speak of."""
     yield overview_table(points)
     yield efficiency_table(points)
-    yield detail_table(aim_point(points) or points[-1])
     if list(verdicts(points)):
         yield aims_table(points)
 

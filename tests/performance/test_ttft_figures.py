@@ -15,7 +15,7 @@ from benchmarks.ttft_parts.estimate import ModelSize, estimate_s, num_full_prefi
 from benchmarks.ttft_parts.figures import default_way, efficiency, speedup, verdicts
 from benchmarks.ttft_parts.measure import check_orders, other_order
 from benchmarks.ttft_parts.record import add_point, read
-from benchmarks.ttft_parts.tables import aims_table, overview_table, page_tables
+from benchmarks.ttft_parts.tables import aims_table, overview_table, page_tables, summary_tables
 from benchmarks.ttft_parts.ways import FULL, PREFIX, PREFIX_SAME, Way, make_ways, warming_way
 
 from cachecraft_rag import Chunk
@@ -87,8 +87,10 @@ def test_tables_hold_every_way_and_leave_out_what_was_not_measured(made: Any) ->
     assert overview.rows[0][-1] == "–" and overview.rows[1][-1] == "2.00 s (5.0 ×)"
     tables = list(page_tables([short, long]))
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
-    assert [row[0] for row in tables[2].rows] == [f"`{measured.way.name}`" for measured in long.ways]
+    assert [row[0] for row in tables[0].rows] == [f"`{measured.way.name}`" for measured in long.ways]
     assert default_way(short, 0.15) is None
+    assert [table.title[:4] for table in summary_tables([short, long])][2:] == ["Aims"]
+    assert len(list(summary_tables([short]))) == 2
 
 
 def test_the_estimate_counts_the_fill_the_warm_up_and_every_repeat() -> None:
