@@ -76,13 +76,9 @@ class Soak:
 
     async def _ran_a_round(self, events: Iterator[Event]) -> bool:
         """Whether there were enough events for a sample, which is taken when nothing runs: memory in use is
-        that of requests otherwise, which come and go. `check()` is asked in the midst of them."""
-        start = self._num_asked
-        events_of_round = _take(events, self.sample_every)
-        await asyncio.gather(
-            *(self._work(events_of_round) for _ in range(self.num_in_flight)),
-            asyncio.to_thread(self._check_books),
-        )
+        that of requests otherwise, which come and go."""
+        start, events_of_round = self._num_asked, _take(events, self.sample_every)
+        await asyncio.gather(*(self._work(events_of_round) for _ in range(self.num_in_flight)))
         return self._num_asked - start == self.sample_every
 
     def _check_books(self) -> None:
@@ -97,6 +93,8 @@ class Soak:
                 self._errors.append(f"{event.action} {event.number}: {error!r}")
             if event.action is Action.ASK:
                 self._num_asked += 1
+                if self._num_asked % self.sample_every == self.sample_every // 2:
+                    await asyncio.to_thread(self._check_books)  # while the others' requests run
 
     async def _carry_out(self, event: Event) -> None:
         if event.action is Action.ASK:

@@ -37,7 +37,7 @@ from cachecraft_rag.vllm_connector.steps import JobFacts, LoadJob, slots_at
 
 LOADED_PER_COMPUTED = 32
 """Tokens that are loaded in the time in which one is computed: a step that loads must not be longer than
-one that computes. By the README's table, 4,954 tokens are loaded in 0.13 s and computed in 4.18 s."""
+one that computes. In bfloat16 with AVX-512, 4,954 tokens were loaded in 0.13 s and computed in 4.18 s."""
 
 
 @dataclass(slots=True, eq=False)
