@@ -1,7 +1,7 @@
 """Many requests with churn: does memory stay flat, does reuse last, are the answers still right?
 
     python -m benchmarks.soak                                      10,000 requests on a tiny model
-    python -m benchmarks.soak --model default --requests 500       the default model, each answer checked
+    python -m benchmarks.soak --model default --requests 546       the default model, each answer checked
     python -m benchmarks.soak --requests 500 --json soak.json
 
 The exit code is 1 when a criterion fails. What is checked, and figures: docs/soak.md.
