@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-import psutil
+from benchmarks.common.memory import HeldBytes
 
 PERIOD_S = 0.25
 
@@ -39,13 +38,9 @@ class PeakMemory:
         self._thread.join()
 
     def sample(self) -> None:
-        process = psutil.Process()
-        held = 0
-        for child in process.children(recursive=True):
-            with suppress(psutil.Error):  # it may end between the two questions
-                held += child.memory_info().rss
-        self.engine_bytes = max(self.engine_bytes, held)
-        self.driver_bytes = max(self.driver_bytes, process.memory_info().rss)
+        held = HeldBytes.read()
+        self.engine_bytes = max(self.engine_bytes, held.engine_bytes)
+        self.driver_bytes = max(self.driver_bytes, held.driver_bytes)
 
     def _run(self) -> None:
         while not self._end.wait(PERIOD_S):

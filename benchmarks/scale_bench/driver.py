@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from benchmarks.scale_bench.measuring import SizeRow, Times, resident_bytes, time_each
+from benchmarks.common.memory import resident_bytes
+from benchmarks.scale_bench.measuring import SizeRow, Times, time_each
 from benchmarks.scale_bench.texts import (
     SEED,
     chunk_of,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 
 NUM_WARM_UP = 50
 US = 1e-6
@@ -71,8 +69,3 @@ def time_each(calls: Iterable[Callable[[], object]]) -> Times:
     for call in calls:
         watch.time(call)
     return watch.times()
-
-
-def resident_bytes() -> int:
-    gc.collect()
-    return int(psutil.Process().memory_info().rss)

@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count, islice
 
-from benchmarks.scale_bench.measuring import SizeRow, resident_bytes, time_each
+from benchmarks.common.memory import resident_bytes
+from benchmarks.scale_bench.measuring import SizeRow, time_each
 from benchmarks.store_bench.made import REQUEST_CHUNKS, SEED, TENANT, made_request, meta_of, profile
 
 from cachecraft_rag.chunks import AttentionProfile, RecordMeta

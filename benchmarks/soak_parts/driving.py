@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import psutil
+from benchmarks.common.memory import HeldBytes
 from benchmarks.soak_parts.churn import Abort, Action, Event, Version
 from benchmarks.soak_parts.figures import Outcome, Sample
 from benchmarks.soak_parts.workers import WorkerFigures
@@ -190,12 +190,12 @@ class Soak:
         self._counts["reused_tokens"] += out.report.num_reused_tokens
 
     def _sample(self) -> None:
-        driver, workers = psutil.Process(), self.ask_workers()
+        held, workers = HeldBytes.read(), self.ask_workers()
         sample = Sample(
             num_questions=self._num_asked,
             time_s=time.monotonic() - self._started_s,
-            driver_bytes=driver.memory_info().rss,
-            engine_bytes=sum(child.memory_info().rss for child in driver.children(recursive=True)),
+            driver_bytes=held.driver_bytes,
+            engine_bytes=held.engine_bytes,
             stored_bytes=workers.stored_bytes,
             free_bytes=workers.free_bytes,
             num_records=self.engine.stats()["num_records"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
-import psutil
+from benchmarks.common.memory import resident_bytes
 from benchmarks.store_bench.made import (
     TENANT,
     KvMaker,
@@ -75,19 +74,14 @@ def _grow(what: str, num_steps: int, num_warm_up: int, make: Callable[..., Steps
     # The first step makes the empty store, which is not counted, and then does nothing.
     for _ in range(1 + num_warm_up):
         next(steps)
-    sizes_bytes = [_resident_bytes()]
+    sizes_bytes = [resident_bytes()]
     for num_half in (num_steps // 2, num_steps - num_steps // 2):
         for _ in range(num_half):
             next(steps)
-        sizes_bytes.append(_resident_bytes())
+        sizes_bytes.append(resident_bytes())
     steps.close()
     start, middle, end = sizes_bytes
     return GrowthRow(what, num_steps, (middle - start) / MB, (end - middle) / MB, (end - start) / num_steps)
-
-
-def _resident_bytes() -> int:
-    gc.collect()
-    return int(psutil.Process().memory_info().rss)
 
 
 def _host_books(has_profile: bool) -> Steps:
