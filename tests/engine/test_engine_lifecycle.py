@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import threading
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -62,6 +63,26 @@ def test_closed_engine_says_so(engine: CacheCraftEngine, backend) -> None:
     for call in (lambda: engine.complete("Hello"), engine.stats, engine.start):
         with pytest.raises(EngineClosedError):
             call()
+
+
+def test_fault_of_the_last_write_leaves_no_vllm_running(engine: CacheCraftEngine, backend, caplog) -> None:
+    """What cannot be written any more is logged, and vLLM is ended all the same."""
+    engine.start()
+    backend.replies["flush"] = OSError("disk full")
+    engine.close()
+    assert backend.is_shut_down
+    assert "disk full" in caplog.text
+
+
+def test_engine_that_breaks_as_it_ends_is_shut_down(engine: CacheCraftEngine, backend, monkeypatch) -> None:
+    """Also an error that nobody thought of leaves no vLLM behind."""
+    engine.start()
+    monkeypatch.setattr(backend, "send_control", AsyncMock(side_effect=RuntimeError("broken")))
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.close()
+    assert backend.is_shut_down
+    with pytest.raises(EngineClosedError):
+        engine.complete("Hello")
 
 
 def test_engine_closed_before_its_start_never_starts(engine: CacheCraftEngine) -> None:

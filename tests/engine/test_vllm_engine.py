@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cachecraft_rag.chunks import Chunk
 from cachecraft_rag.config import CacheCraftConfig
 from cachecraft_rag.engine import CacheCraftEngine, Completion
-from cachecraft_rag.errors import ConfigurationError, EngineStartError, InvalidRequestError
+from cachecraft_rag.errors import ConfigurationError, EngineError, EngineStartError, InvalidRequestError
 from cachecraft_rag.events import ChunkDecision, Reason, RequestDecision
 
 pytestmark = pytest.mark.engine
@@ -194,6 +195,38 @@ def run_script(folder: Path, model: Path, *, has_guard: bool) -> subprocess.Comp
     return subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False
     )
+
+
+def vllm_processes() -> set[psutil.Process]:
+    """Those of every engine of this program."""
+    return {each for each in psutil.Process().children(recursive=True) if "VLLM::" in each.name()}
+
+
+def test_dead_vllm_is_an_engine_error_for_every_call(tiny_model: Path, caplog) -> None:
+    """When vLLM's processes are killed each call says so, and the engine can still be closed."""
+    others = vllm_processes()
+    engine = CacheCraftEngine(tiny_model, config=replace(CONFIG, self_test=False), **SETTINGS)
+    engine.start()
+    ours = vllm_processes() - others
+    assert ours
+    for process in ours:
+        process.kill()  # as the kernel does when memory is out
+    psutil.wait_procs(ours)
+    calls: list[Callable[[], object]] = [
+        lambda: ask(engine),
+        lambda: list(engine.stream_complete("Hello")),
+        engine.stats,
+        engine.check,
+        lambda: engine.invalidate("river"),
+        lambda: engine.replace("river", "2", [QUEEN]),
+        lambda: engine.warm([RIVER]),
+        lambda: engine.prefetch([RIVER]),
+    ]
+    for call in calls:
+        with pytest.raises(EngineError, match=r"process died.* make a new one"):
+            call()
+    engine.close()
+    assert "closed before all was written" in caplog.text
 
 
 def test_program_that_never_closes_its_engine_ends(tmp_path: Path, tiny_model: Path) -> None:

@@ -11,9 +11,9 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 # vLLM reads these when it is imported. VLLM_CPU_KVCACHE_SPACE is left alone: it wins over our default.
@@ -121,10 +121,12 @@ class AsyncBackend:
             raise _translated(error) from error
 
     async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        return list(await self._engine.collective_rpc(method, args=args))
+        with _command_faults(method):
+            return list(await self._engine.collective_rpc(method, args=args))
 
     async def send_control(self, message: ControlMessage) -> None:
-        await self._engine.engine_core.add_request_async(_control_request(message))
+        with _command_faults(message.action):
+            await self._engine.engine_core.add_request_async(_control_request(message))
 
     async def shutdown(self) -> None:
         if self._llm is not None:
@@ -183,12 +185,14 @@ class InProcessBackend:
             await self._call(lambda: self._llm.abort_request([request.request_id]))
 
     async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        # A finished or control request reaches the workers with the next step only.
-        await self._step()
-        return list(await self._call(lambda: self._llm.collective_rpc(method, args=args)))
+        with _command_faults(method):
+            # A finished or control request reaches the workers with the next step only.
+            await self._step()
+            return list(await self._call(lambda: self._llm.collective_rpc(method, args=args)))
 
     async def send_control(self, message: ControlMessage) -> None:
-        await self._call(lambda: self._llm.engine_core.add_request(_control_request(message)))
+        with _command_faults(message.action):
+            await self._call(lambda: self._llm.engine_core.add_request(_control_request(message)))
 
     async def shutdown(self) -> None:
         self._queues.clear()
@@ -321,10 +325,27 @@ def _to_logprobs(steps: Iterable[Any]) -> tuple[Mapping[int, float], ...]:
 
 def _translated(error: Exception) -> Exception:
     if isinstance(error, EngineDeadError):
-        return EngineError(
-            "vLLM's engine process died; its own messages above say why (often: out of memory). "
-            "Close this engine and make a new one"
-        )
+        return _died()
     if isinstance(error, (VLLMClientError, ValueError)):
         return InvalidRequestError(f"vLLM refused the request: {error}")
     return GenerationError(f"vLLM failed the request: {error!r}")
+
+
+@contextmanager
+def _command_faults(command: str) -> Iterator[None]:
+    """Around a command of ours: no argument of a user's can be to blame for its failure."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except EngineDeadError as error:
+        raise _died() from error
+    except Exception as error:
+        raise EngineError(f"vLLM failed the command {command!r}: {error!r}") from error
+
+
+def _died() -> EngineError:
+    return EngineError(
+        "vLLM's engine process died; its own messages above say why (often: out of memory). "
+        "Close this engine and make a new one"
+    )

@@ -111,12 +111,14 @@ class EngineLifecycle:
 
     def close(self) -> None:
         """End vLLM and its processes; calls that still run end with EngineClosedError."""
-        if self.is_started:
-            self._end()
-        self._is_closed = True
-        with self._start_lock:
-            self._shut_down()
-        self._audit_log.close()
+        try:
+            if self.is_started:
+                self._end()
+        finally:
+            self._is_closed = True
+            with self._start_lock:
+                self._shut_down()
+            self._audit_log.close()
 
     def __enter__(self) -> Self:
         return self
