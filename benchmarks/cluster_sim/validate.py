@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.cluster_sim.assumptions import Assumptions
 from benchmarks.cluster_sim.run import ClusterRow, measure
 from benchmarks.cluster_sim.ways import Way
-from benchmarks.cluster_sim.workload import SimRequest, compressed, shortened
+from benchmarks.cluster_sim.workload import SimRequest, replayed, shortened
 
 from cachecraft_rag.errors import ConfigurationError
 
@@ -34,22 +34,16 @@ def validate(requests: Sequence[SimRequest], assumed: Assumptions, path: Path) -
     """Simulate what was replayed, and compare.
 
     Args:
-        path: JSON with `workload` (first, num_requests, num_warm_up, time_factor, token_scale,
-            max_output_tokens) and `rows` (way, budget, and any of `FIGURES`).
+        path: JSON with `workload` (first, num_warm_up, arrivals_s, token_scale, max_output_tokens) and
+            `rows` (way, budget, and any of `FIGURES`).
 
     Raises:
         ConfigurationError: a row's way is unknown.
     """
     measured = json.loads(path.read_text())
     workload = measured["workload"]
-    chosen = requests[workload["first"] :][: workload["num_requests"]]
-    sent = list(
-        shortened(
-            compressed(chosen, workload["time_factor"]),
-            workload["token_scale"],
-            workload["max_output_tokens"],
-        )
-    )
+    timed = replayed(requests[workload["first"] :], workload["num_warm_up"], workload["arrivals_s"])
+    sent = list(shortened(timed, workload["token_scale"], workload["max_output_tokens"]))
     found: list[ValidationRow] = []
     for row in measured["rows"]:
         simulated = measure(sent, assumed, _way(row), 1, workload["num_warm_up"])

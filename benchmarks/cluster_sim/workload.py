@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.replay.traces import rows_of
 
 SEED = 6
+WARM_UP_GAP_S = 3600.0
 KINDS = ("sys", "passages", "history", "web", "user")
 """Order of the parts in a prompt: that of the trace's own replay example."""
 
@@ -69,10 +70,13 @@ def at_rate(requests: Sequence[SimRequest], requests_per_s: float) -> list[SimRe
     return found
 
 
-def compressed(requests: Sequence[SimRequest], factor: float) -> list[SimRequest]:
-    """The trace's own arrival times, `factor` times as fast."""
-    first_s = requests[0].time_s
-    return [replace(request, time_s=(request.time_s - first_s) / factor) for request in requests]
+def replayed(
+    requests: Sequence[SimRequest], num_warm_up: int, arrivals_s: Sequence[float]
+) -> list[SimRequest]:
+    """Requests as a replay sent them: the first `num_warm_up` one after another, before it began, the next
+    at `arrivals_s`. Warm-up at the trace's own times would leave a queue that no replay begins with."""
+    times_s = [*((index - num_warm_up) * WARM_UP_GAP_S for index in range(num_warm_up)), *arrivals_s]
+    return [replace(request, time_s=time_s) for request, time_s in zip(requests, times_s, strict=False)]
 
 
 def shortened(

@@ -23,16 +23,15 @@ def write_validation(record: RunRecord, target: Path) -> None:
         SystemExit: the run has no moderate load, or is not of the trace.
     """
     rows = list(_rows(record))
-    if not rows or "moderate_span_s" not in record.facts["workload"]:
+    if not rows or record.workload != "ragpulse":
         raise SystemExit("only a run of `ragpulse` with a moderate load can be compared with the simulation")
     workload = record.facts["workload"]
     num_before = workload["first"] + workload["num_saturated"]
-    arrival_span_s = (workload["num_moderate"] - 1) / record.ways[0].rates[MODERATE]
+    served = record.ways[0].served[MODERATE]  # every way was sent the requests at the same times
     simulated = {
         "first": 0,
-        "num_requests": num_before + workload["num_moderate"],
         "num_warm_up": num_before,
-        "time_factor": workload["moderate_span_s"] / arrival_span_s,
+        "arrivals_s": [each.arrival_s for each in served],
         "token_scale": workload["scale"],
         "max_output_tokens": workload["max_output_tokens"],
     }
