@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.facts import model_name, run_facts
 from benchmarks.common.text_table import show
 from benchmarks.engine_replay import SMALL_PASSAGES
-from benchmarks.engine_replay_parts.passages import passages_workload
+from benchmarks.engine_replay_parts.passages import SEED, passages_workload
 from benchmarks.engine_replay_parts.texts import DATA, token_counter
 from benchmarks.engine_replay_parts.workload import ReplayRequest, Workload
 from benchmarks.peers_parts.job import Asked, Job, Result
@@ -45,8 +47,20 @@ def asked(request: ReplayRequest) -> Asked:
 
 def first_job(workload: Workload, model: str, engine_args: Mapping[str, Any]) -> Job:
     """For who tokenises himself."""
-    parts = ([asked(request) for request in part] for part in (workload.warm_up, workload.saturated))
+    parts = ([asked(request) for request in part] for part in (regrouped(workload), workload.saturated))
     return Job(model, engine_args, "", *parts)
+
+
+def regrouped(workload: Workload) -> Iterator[ReplayRequest]:
+    """The warm-up: every measured passage once, in other company, before the warm-up's own questions.
+
+    Popularity alone would need hundreds of requests until most of what is measured was seen before.
+    """
+    passages = list(dict.fromkeys(chain.from_iterable(request.passages for request in workload.saturated)))
+    random.Random(SEED).shuffle(passages)
+    size = len(workload.saturated[0].passages)
+    for request, begin in zip(cycle(workload.warm_up), range(0, len(passages), size), strict=False):
+        yield replace(request, passages=tuple(passages[begin : begin + size]))
 
 
 def with_prompts(job: Job, ours: Result) -> Job:
@@ -97,7 +111,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", default=tuple(PEERS), metavar="PEER", help=", ".join(PEERS))
     parser.add_argument("--passages", type=int, default=SMALL_PASSAGES.num_passages, help="per question")
     parser.add_argument("--passage-tokens", type=int, default=SMALL_PASSAGES.passage_tokens)
-    parser.add_argument("--warm-up", type=int, default=6, help="requests")
     parser.add_argument("--requests", type=int, default=SMALL_PASSAGES.num_saturated, help="measured")
     parser.add_argument("--model", help="model folder; the default model if not given")
     parser.add_argument("--dtype", default="bfloat16")
@@ -118,7 +131,7 @@ def main() -> None:
         num_passages=args.passages,
         passage_tokens=args.passage_tokens,
         num_fill=0,
-        num_warm_up=args.warm_up,
+        num_warm_up=args.requests,
         num_saturated=args.requests,
         num_moderate=0,
     )

@@ -61,8 +61,8 @@ LMCACHE = Peer(
 SEMBLEND = Peer(
     "semblend",
     "SemBlend 0.2.8, semantic spans: moved, never recomputed",
-    SCRIPTS / "semblend.py",
-    bare=("semblend-vllm-connector==0.2.8",),
+    SCRIPTS / "with_semblend.py",  # not `semblend.py`: that would be imported instead of the package
+    bare=("semblend-vllm-connector==0.2.8", "semblend==0.3.25"),
 )
 PEERS: Mapping[str, Peer] = {peer.name: peer for peer in (OURS, FULL, PREFIX, LMCACHE, SEMBLEND)}
 

@@ -18,6 +18,9 @@ from benchmarks.peers_parts.peer import Peer
 
 INSTALL_TIMEOUT_S = 900.0
 NUM_LAST_LINES = 8
+# Left to itself vLLM keeps cores free, and how many depends on whether there is a connector: of two cores
+# an engine without one computes on one.
+ALL_CORES = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 
 
 class PeerError(Exception):
@@ -61,7 +64,7 @@ def run(peer: Peer, python: Path, job: Job, folder: Path, timeout_s: float) -> R
     answered.unlink(missing_ok=True)
     job.write(asked)
     command = [str(python), str(peer.script), str(asked), str(answered)]
-    said = _call(command, timeout_s, peer.environment)
+    said = _call(command, timeout_s, {**ALL_CORES, **peer.environment})
     (folder / f"{peer.name}.log").write_text(said)
     try:
         return Result.read(answered)

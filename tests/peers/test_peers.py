@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from benchmarks.peers import first_job, run_all, with_prompts
+from benchmarks.peers import first_job, regrouped, run_all, with_prompts
 from benchmarks.peers_parts import peer as peers
 from benchmarks.peers_parts.job import Answered, Asked, Job, Result
 from benchmarks.peers_parts.peer import PEERS, Peer, chosen_peers
@@ -168,6 +168,26 @@ def test_every_peer_has_its_script() -> None:
     texts = [path.read_text() for path in peers.SCRIPTS.glob("*.py") if path.name != "ours.py"]
     assert not any("import benchmarks" in text or "from benchmarks" in text for text in texts)
     assert not any("cachecraft_rag" in text for text in texts)
+
+
+def test_no_script_hides_the_package_that_its_peer_needs() -> None:
+    """A script's folder comes before all packages when Python looks for a name."""
+    for peer in PEERS.values():
+        packages = {wanted.split("==")[0].replace("-", "_") for wanted in (*peer.requirements, *peer.bare)}
+        assert not packages & {path.stem for path in peers.SCRIPTS.glob("*.py")}
+
+
+def test_warm_up_shows_every_measured_passage_once_in_other_company() -> None:
+    from benchmarks.engine_replay_parts.workload import Passage, ReplayRequest, Workload
+
+    def request(tail: str, *names: str) -> ReplayRequest:
+        return ReplayRequest("s", tuple(Passage(name, name, 1) for name in names), tail, 9, 5)
+
+    measured = (request("x?", "a", "b", "c"), request("y?", "c", "d", "e"))
+    warm_up = list(regrouped(Workload("w", (), (request("w?", "z"),), measured, ())))
+    assert sorted(passage.name for each in warm_up for passage in each.passages) == list("abcde")
+    assert [each.tail for each in warm_up] == ["w?", "w?"]
+    assert not {each.passages for each in warm_up} & {each.passages for each in measured}
 
 
 def test_a_workload_becomes_a_job() -> None:
