@@ -15,7 +15,7 @@ _P50, _P99 = 0, 2
 
 
 def write_validation(record: RunRecord, target: Path) -> None:
-    """Write the moderate load: under the saturating one a simulation's warm-up would leave a queue.
+    """Write the moderate load: under the saturating one a TTFT says little but how long the queue was.
 
     All requests of the trace before it warm the simulated caches, as a filled store stands for them here.
 
