@@ -69,7 +69,6 @@ def workload_of(
         "num_distinct_passages": len({p for row in measured for p in row["passages"]}),
         "max_output_tokens": shape.max_output_tokens,
         "measured_span_s": _span_s(measured),
-        "moderate_span_s": _span_s(rows[second:end]),
     }
     parts = (requests[: cuts[0]], requests[cuts[0] : cuts[1]], requests[cuts[1] :])
     return Workload("ragpulse", tuple(fill), *map(tuple, parts), facts)
